@@ -1,0 +1,204 @@
+"""``DDTREE`` as SGLang sees it: the predicates that its branches ask, and the start-up checks of the arguments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_ddtree import config as settings
+from sglang_ddtree.drafter.check import DrafterInfo, check_pair
+from sglang_ddtree.drafter.files import resolve_model_dir
+from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.plugin import ACTIVE_ENV
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.overlap_utils import FutureMap
+
+logger = logging.getLogger(__name__)
+
+#: Attention backends whose target-verify pass reads a tree mask in SGLang 0.5.23; the others run the tree as a plain
+#: causal chain, which gives wrong answers without any error.
+TREE_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+#: ``cpu/`` re-registers this name with a backend that reads tree masks; SGLang's own does not.
+CPU_BACKEND = "torch_native"
+
+
+class DDTreeAlgorithm(CustomSpecAlgo):
+    """DFLASH's drafting with EAGLE's tree verification.
+
+    ``is_dflash_family`` makes SGLang capture the target's hidden states for the drafter, size the draft KV pool and
+    relay DFLASH's decode state; the verify pass itself is EAGLE's, which needs no predicate.
+    """
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        # The draft block is written into the verify window itself; EAGLE's page-aligned copies per branch do not exist.
+        return False
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        if not is_draft_worker:
+            return num_draft_tokens
+        from sglang.srt.runtime_context import get_spec
+
+        return int(get_spec().speculative_dflash_block_size)
+
+    # The enum has these and SGLang calls them, but its base class for registered algorithms lacks them in 0.5.23.
+
+    def create_future_map(
+        self,
+        device: torch.device,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> type | None:
+        return None
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check and complete the server arguments; called before any model loads.
+
+        ``server_args`` is SGLang's stand-in for a registered algorithm (``arg_groups/overrides.py``): reads see the
+        resolved configuration and plain attribute writes are recorded.
+
+        Raises:
+            DDTreeError: one line naming what is wrong and what to do.
+        """
+        _refuse_unsupported(server_args)
+        drafter = check_drafter(server_args)
+
+        cpu = server_args.device == "cpu"
+        default = settings.DEFAULT_BUDGET_CPU if cpu else settings.DEFAULT_BUDGET
+        config = settings.DDTreeConfig(
+            budget=settings.resolve_budget(server_args.speculative_num_draft_tokens, default),
+            block_size=settings.resolve_block_size(server_args.speculative_dflash_block_size, drafter.block_size),
+            top_k=settings.resolve_top_k(server_args.speculative_eagle_topk),
+        )
+        for field, value in config.as_server_fields().items():
+            setattr(server_args, field, value)
+        if server_args.max_running_requests is None:
+            # SGLang's own value for speculative decoding (_handle_dflash).
+            server_args.max_running_requests = 48
+            logger.warning("max_running_requests is 48 under speculative decoding; --max-running-requests changes it.")
+        _resolve_attention_backends(server_args, cpu)
+        os.environ[ACTIVE_ENV] = "1"
+        logger.info(
+            "DDTREE: budget %d (verify width %d), block size %d, top-k %d, depth %d",
+            config.budget,
+            config.verify_width,
+            config.block_size,
+            config.top_k,
+            config.depth,
+        )
+
+
+def check_drafter(server_args: Any) -> DrafterInfo:
+    """The drafter's settings, once it is known to fit the target.
+
+    Raises:
+        DDTreeError: no drafter given, none there, or one that does not fit.
+    """
+    if not server_args.speculative_draft_model_path:
+        raise DDTreeError("DDTREE needs a DFlash drafter: give its directory with --speculative-draft-model-path DIR.")
+    return _check_drafter_files(
+        server_args.speculative_draft_model_path,
+        # SGLang's own default, which it fills in only after check_drafter_first.
+        server_args.speculative_draft_model_revision or "main",
+        server_args.model_path,
+        server_args.revision,
+        server_args.json_model_override_args,
+    )
+
+
+@functools.cache
+def _check_drafter_files(
+    drafter: str, drafter_revision: str | None, target: str, target_revision: str | None, overrides: str
+) -> DrafterInfo:
+    # Cached, because it is asked before and after SGLang reads the drafter's config, and logs warnings.
+    draft_dir = resolve_model_dir(drafter, drafter_revision, weights=True)
+    return check_pair(draft_dir, resolve_model_dir(target, target_revision), overrides)
+
+
+def check_drafter_first(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution hook on ``handle_speculative_decoding``, which reads the drafter's config before it asks us.
+
+    Without it a drafter that is not there ends in an error of transformers that names no flag.
+    """
+    args = resolving_view(server_args)
+    if (args.speculative_algorithm or "").upper() == "DDTREE":
+        check_drafter(args)
+    previous(server_args)
+
+
+def worker_class(server_args: Any) -> type:
+    """SGLang's worker factory: imported late, because it pulls in the model runner."""
+    from sglang_ddtree.worker import DDTreeWorker
+
+    return DDTreeWorker
+
+
+def _refuse_unsupported(args: Any) -> None:
+    refused = (
+        (args.pp_size != 1, "pipeline parallelism (--pp-size > 1)", "use --tp-size instead"),
+        (args.enable_dp_attention, "DP attention (--enable-dp-attention)", "run one server per replica instead"),
+        (args.speculative_adaptive, "--speculative-adaptive", "drop it; DDTREE has a fixed budget"),
+        (args.speculative_token_map, "--speculative-token-map", "drop it; the drafter uses the full vocabulary"),
+        (
+            args.speculative_use_rejection_sampling,
+            "--speculative-use-rejection-sampling",
+            "drop it; DDTREE samples the target at every node and is lossless without it",
+        ),
+        (args.enable_unified_memory, "--enable-unified-memory", "drop it; SGLang has no tree verification there"),
+    )
+    for found, what, instead in refused:
+        if found:
+            raise DDTreeError(f"DDTREE does not support {what}: {instead}.")
+
+
+def _resolve_attention_backends(args: Any, cpu: bool) -> None:
+    """Refuse backends that would ignore the tree mask; choose where nothing was chosen."""
+    allowed = (CPU_BACKEND,) if cpu else TREE_BACKENDS
+    instead = allowed[0]
+    for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        name = getattr(args, flag)
+        # Verification runs on the decode backend; a prefill backend alone never sees a tree.
+        if name is not None and flag != "prefill_attention_backend" and name not in allowed:
+            raise DDTreeError(
+                f"--{flag.replace('_', '-')} {name} ignores tree masks, so DDTREE's answers would be wrong: "
+                f"use {instead}" + (f" (or {', '.join(allowed[1:])})." if len(allowed) > 1 else ".")
+            )
+    if args.attention_backend is None and args.decode_attention_backend is None:
+        args.attention_backend = instead
+    draft = args.speculative_draft_attention_backend
+    if draft is None:
+        args.speculative_draft_attention_backend = args.decode_attention_backend or args.attention_backend

@@ -1,0 +1,147 @@
+"""``sglang-ddtree``: start SGLang with DDTREE, and find out why it would not start.
+
+``serve`` adds nothing to SGLang but the choice of a platform on machines without an accelerator and one-line errors;
+every flag goes to SGLang as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import NoReturn
+
+from sglang_ddtree import __version__
+from sglang_ddtree.errors import DDTreeError
+
+CPU_PLATFORM = "ddtree_cpu"
+
+SERVE_HELP = """\
+usage: sglang-ddtree serve MODEL --speculative-algorithm DDTREE --speculative-draft-model-path DRAFTER [SGLang flags]
+
+Start an SGLang server; every flag goes to SGLang unchanged. DDTREE's own:
+  --speculative-draft-model-path DIR   DFlash drafter: a directory or a Hugging Face hub id
+  --speculative-ddtree-budget N        tree nodes below the root, 1 to 256 (default 16; 8 on a CPU);
+                                       SGLang's --speculative-num-draft-tokens N+1 says the same
+  --speculative-eagle-topk K           candidates kept per drafted position, 2 to 32 (default 8)
+  --speculative-dflash-block-size B    only for a drafter whose config.json does not say it
+
+Without a GPU the server runs on the CPU (SGLANG_PLATFORM=ddtree_cpu). If it does not start: sglang-ddtree doctor
+All other flags: sglang serve --help
+"""
+
+#: What SGLang and transformers raise for arguments they cannot accept; anything else is a fault and shows a traceback.
+_INPUT_ERRORS = (ValueError, OSError, RuntimeError, AssertionError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Console entry point; returns the exit code (0, or 2 for bad input)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    # `serve` is not parsed here: its flags are SGLang's.
+    if args[:1] == ["serve"]:
+        return serve(args[1:])
+    parser = argparse.ArgumentParser(prog="sglang-ddtree", description="DDTree speculative decoding for SGLang.")
+    parser.add_argument("--version", action="version", version=f"sglang-ddtree {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
+    doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
+    doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
+    doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    options = parser.parse_args(args)
+    if (options.model is None) != (options.drafter is None):
+        doctor.error("give --model and --drafter together")
+
+    from sglang_ddtree.doctor import run_doctor
+
+    pick_platform(os.environ)
+    return run_doctor(options.model, options.drafter, as_json=options.json)
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Run SGLang's server with ``argv``, as ``python -m sglang.launch_server`` does."""
+    if not argv or any(arg in ("-h", "--help") for arg in argv):
+        print(SERVE_HELP, end="")
+        return 0 if argv else 2
+    argv = list(argv) if argv[0].startswith("-") else ["--model-path", *argv]
+
+    pick_platform(os.environ)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = None
+    try:
+        with argument_errors_as_exceptions():
+            server_args = prepare_server_args(argv)
+        run_server(server_args)
+    except _INPUT_ERRORS as error:
+        bad_arguments = server_args is None or getattr(server_args, "_resolution_failed", False)
+        if not bad_arguments and not isinstance(error, DDTreeError):
+            raise
+        print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line; SGLang's and transformers' may span several."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def argument_errors_as_exceptions() -> Iterator[None]:
+    """Let argparse raise instead of printing SGLang's usage, which is several hundred lines long."""
+
+    def error(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise DDTreeError(f"{message} (all flags: sglang serve --help)")
+
+    original = argparse.ArgumentParser.error
+    argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = original  # type: ignore[method-assign]
+
+
+def pick_platform(environ: MutableMapping[str, str]) -> str | None:
+    """Select our CPU platform where SGLang would find no device at all; returns the platform that is set.
+
+    A platform or SGLang's own CPU engine that the user has chosen stays.
+    """
+    chosen = environ.get("SGLANG_PLATFORM")
+    if chosen or environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return chosen
+    if accelerator() is not None:
+        return None
+    environ["SGLANG_PLATFORM"] = CPU_PLATFORM
+    return CPU_PLATFORM
+
+
+def accelerator() -> str | None:
+    """The kind of device SGLang would use, or None when there is only the CPU."""
+    import importlib.util
+
+    import torch
+
+    if torch.cuda.is_available():
+        return "rocm" if torch.version.hip else "cuda"
+    if torch.xpu.is_available():
+        return "xpu"
+    if torch.backends.mps.is_available():
+        return "mps"
+    # These extend torch only once they are imported, which is SGLang's business; being installed is enough here.
+    for module, kind in (("torch_npu", "npu"), ("torch_musa", "musa")):
+        if importlib.util.find_spec(module) is not None:
+            return kind
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,445 @@
+"""The SGLang names this package relies on, in one table, and the check that they are what it expects.
+
+``DFlashWorkerV2`` and its neighbours are internals that change in every SGLang release, so exactly one release is
+supported, and DDTREE refuses to run on anything else with the reason. A unit test compares ``CONTRACT`` with the
+imports and hook targets in this package: a name that is used and not listed fails it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ddtree.errors import DDTreeError
+
+SUPPORTED = "0.5.23"
+ADVICE = f"install it with: pip install sglang=={SUPPORTED}"
+
+
+@dataclass(frozen=True)
+class Name:
+    """One SGLang name; lists are words separated by spaces.
+
+    Attributes:
+        path: ``module:attribute`` or ``module:Class.attribute``.
+        used_by: our files that use it.
+        passes: parameters it must accept, those we pass by name.
+        signature: its whole parameter list, for what we override, wrap, replace or call by position. None: not pinned.
+        attributes: what its class must have, as class attributes or set on ``self`` in its source.
+    """
+
+    path: str
+    used_by: str
+    passes: str = ""
+    signature: str | None = None
+    attributes: str = ""
+
+
+_ALGORITHM = "sglang.srt.speculative.spec_registry:CustomSpecAlgo"
+_BATCH_INFO = "sglang.srt.model_executor.forward_batch_info"
+_CPU_PLATFORM = "sglang.srt.platforms.cpu:CpuSRTPlatform"
+_DFLASH = "sglang.srt.speculative.dflash_worker_v2"
+_KERNELS = "sglang.kernels.ops.speculative"
+_TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
+_UNQUANT = "sglang.srt.layers.quantization.unquant"
+
+CONTRACT: tuple[Name, ...] = (
+    # Registration and arguments
+    Name(
+        "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register",
+        "plugin.py",
+        passes="name supports_overlap spec_class",
+    ),
+    Name("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.from_string", "doctor.py", signature="name"),
+    Name("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.DFLASH", "worker.py"),
+    Name(_ALGORITHM, "algorithm.py plugin.py", signature="name factory supports_overlap validate_server_args"),
+    Name(_ALGORITHM + ".handle_server_args", "algorithm.py plugin.py", signature="self server_args"),
+    Name(
+        _ALGORITHM + ".get_num_tokens_per_req_for_target_verify",
+        "algorithm.py",
+        signature="self num_draft_tokens is_draft_worker",
+    ),
+    Name(
+        "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.create_future_map",
+        "algorithm.py",
+        signature="self device req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Name(
+        "sglang.srt.managers.overlap_utils:FutureMap",
+        "algorithm.py",
+        signature="device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
+    ),
+    Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py worker.py", signature=""),
+    Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
+    Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
+    Name(
+        "sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks.py", signature="target hook hook_type source"
+    ),
+    Name("sglang.srt.plugins.hook_registry:HookType", "hooks.py"),
+    # Command line
+    Name("sglang.launch_server:run_server", "cli.py", signature="server_args"),
+    Name("sglang.srt.plugins:load_plugins", "cli.py doctor.py", signature=""),
+    Name("sglang.srt.server_args:prepare_server_args", "cli.py doctor.py", signature="argv"),
+    Name("sglang.srt.server_args:ServerArgs.resolve_once", "doctor.py", signature="self"),
+    Name("sglang.srt.server_args:ServerArgs", "worker.py cli.py", attributes="_resolution_failed"),
+    Name("sglang.srt.utils:kill_process_tree", "cli.py", passes="parent_pid include_parent"),
+    # Drafting
+    Name(_DFLASH + ":DFlashWorkerV2", "worker.py", signature="server_args gpu_id nccl_port target_worker"),
+    Name(
+        _DFLASH + ":DFlashWorkerV2.forward_batch_generation",
+        "worker.py",
+        signature="self batch on_publish grammar_barrier pp_proxy_tensors",
+        attributes="device draft_model draft_model_runner draft_parallel_layout model_runner target_worker "
+        "use_compact_draft_cache speculative_num_draft_tokens _draft_block_spec_info _full_embed_gpu _mask_token_id "
+        "_noise_embed_scale",
+    ),
+    Name(_DFLASH + ":DFlashWorkerV2.init_attention_backends", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2.init_cuda_graphs", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2._defer_target_verify_gather", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2._maybe_build_draft_sampler", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2._validate_phase1_sampling_support", "worker.py", signature="self batch"),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._make_next_draft_input_prefill", "worker.py", signature="self bonus_tokens seq_lens"
+    ),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._make_next_draft_input_decode",
+        "worker.py",
+        signature="self bonus_tokens new_seq_lens",
+    ),
+    Name(_DFLASH + ":DFlashWorkerV2._compute_compact_draft_seq_lens", "worker.py", signature="self seq_lens"),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._fill_compact_seq_lens_cpu_bound",
+        "worker.py",
+        passes="batch_seq_lens_cpu nxt_kv_lens_cpu out",
+    ),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._rebuild_compact_draft_cache",
+        "worker.py",
+        passes="req_pool_indices prefix_lens draft_prefix_lens verify_out_cache_loc_2d bs block_size",
+    ),
+    Name(_DFLASH + ":DFlashWorkerV2._draft_write_ids", "worker.py", signature="self plan"),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc",
+        "worker.py",
+        passes="target_hidden cache_loc cache_loc_2d positions commit_lens",
+    ),
+    Name(_DFLASH + ":_resolve_dflash_embedding_module", "worker.py", signature="draft_model target_model"),
+    Name(
+        "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2",
+        "worker.py",
+        passes="topk_p topk_index bonus_tokens new_seq_lens hidden_states nxt_kv_lens_cpu",
+    ),
+    Name(
+        "sglang.srt.speculative.dflash_info_v2:DFlashDraftInputV2.prepare_for_decode",
+        "worker.py",
+        signature="self batch",
+    ),
+    Name(
+        "sglang.srt.speculative.draft_worker_common:make_draft_input_v2",
+        "worker.py",
+        passes="bonus_tokens new_seq_lens",
+    ),
+    Name("sglang.srt.speculative.spec_utils:draft_tp_context", "worker.py", signature="layout"),
+    Name("sglang.srt.lora.layers:unwrap_lora_layer", "worker.py", signature="module"),
+    Name("sglang.srt.models.dflash:candidate_topk", "drafting.py", signature="hidden lm_head k with_partition"),
+    Name(
+        _BATCH_INFO + ":ForwardBatch",
+        "worker.py",
+        passes="forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc seq_lens_sum seq_lens_cpu "
+        "positions input_embeds spec_algorithm spec_info capture_hidden_mode num_token_non_padded "
+        "global_num_token_non_padded_cpu can_run_decode_cuda_graph",
+    ),
+    Name(_BATCH_INFO + ":ForwardMode.TARGET_VERIFY", "worker.py"),
+    Name(_BATCH_INFO + ":CaptureHiddenMode.FULL", "graphs.py verify.py"),
+    Name(_BATCH_INFO + ":CaptureHiddenMode.NULL", "worker.py"),
+    Name(_BATCH_INFO + ":enable_num_token_non_padded", "worker.py", signature=""),
+    Name(
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.plan",
+        "worker.py",
+        passes="req_pool_indices seq_lens seq_lens_cpu write_virtual read_extent",
+    ),
+    Name("sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.bind", "worker.py", signature="self batch reader cols"),
+    Name(
+        "sglang.srt.mem_cache.kv_loc_plan:KVLocPlan.reads_from",
+        "worker.py",
+        signature="self source seq_lens seq_lens_cpu read_extent",
+    ),
+    Name("sglang.srt.managers.scheduler:GenerationBatchResult", "worker.py"),
+    Name("sglang.srt.managers.schedule_batch:ScheduleBatch", "worker.py"),
+    Name("sglang.srt.managers.tp_worker:TpModelWorker", "worker.py"),
+    # Verification
+    Name(
+        "sglang.srt.speculative.eagle_worker_common:run_eagle_verify",
+        "worker.py",
+        passes="batch target_worker req_to_token_pool token_to_kv_pool_allocator plan_stream plan_stream_ctx topk "
+        "num_draft_tokens device metadata_ready_pre_pad finalize_tree_path pp_proxy_tensors grammar_barrier",
+    ),
+    Name(
+        "sglang.srt.speculative.eagle_info:EagleVerifyInput",
+        "verify.py sampling.py",
+        passes="draft_token custom_mask positions retrieve_index retrieve_next_token retrieve_next_sibling "
+        "retrieve_cum_len spec_steps topk draft_token_num capture_hidden_mode seq_lens_sum seq_lens_cpu "
+        "prepared_out_cache_loc kv_loc_plan",
+        attributes="tree_topk max_tree_depth",
+    ),
+    Name("sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY", "verify.py attention/torch_tree.py"),
+    Name(
+        "sglang.srt.speculative.eagle_utils:eagle_sample",
+        "hooks.py",
+        signature="verify_input batch logits_output grammar_mask uno_target_max_top_k watermark_state "
+        "watermark_full_mask",
+    ),
+    Name(
+        "sglang.srt.speculative.spec_info:create_dummy_verify_input",
+        "hooks.py graphs.py",
+        signature="spec_algorithm custom_mask num_tokens_per_req is_draft_worker",
+    ),
+    Name(
+        "sglang.srt.model_executor.model_runner:ModelRunner._decode_cuda_graph_runner_cls",
+        "hooks.py",
+        signature="self",
+        attributes="is_draft_worker",
+    ),
+    Name(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.get_spec_info",
+        "graphs.py",
+        signature="self num_tokens",
+        attributes="buffers",
+    ),
+    # Slots
+    Name("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "hooks.py", signature=""),
+    Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size", "hooks.py", signature=""),
+    Name(
+        _KERNELS + ".cache_locs:assign_extend_cache_locs_uniform_func",
+        "worker.py",
+        passes="req_pool_indices req_to_token start_offset batch_size draft_token_num device positions_out anchor_src "
+        "anchor_out",
+    ),
+    # Sampling
+    Name(
+        "sglang.srt.layers.sampler:Sampler.forward",
+        "sampling.py",
+        passes="logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
+    ),
+    Name(
+        "sglang.srt.layers.sampler:apply_custom_logit_processor",
+        "sampling.py",
+        signature="logits sampling_batch_info num_tokens_in_batch",
+    ),
+    Name("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "sampling.py", passes="next_token_logits"),
+    Name("sglang.srt.runtime_context:get_parallel", "sampling.py", signature=""),
+    Name(
+        "sglang.srt.sampling.penaltylib.repetition_penalty:apply_scaling_penalties",
+        "sampling.py",
+        signature="logits scaling_penalties",
+    ),
+    Name(
+        "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo",
+        "sampling.py",
+        passes="temperatures top_ps top_ks min_ps sampling_seed has_custom_logit_processor grammars "
+        "sampling_mask_batch_indices acc_additive_penalties acc_scaling_penalties logit_bias",
+    ),
+    Name("sglang.srt.utils.async_probe:sanitize_nan_logits", "sampling.py", signature="logits msg"),
+    Name(
+        _KERNELS + ".spec_tree:verify_tree_greedy_func",
+        "hooks.py sampling.py cpu/ops.py",
+        signature="predicts accept_index accept_token_num candidates retrieve_index retrieve_next_token "
+        "retrieve_next_sibling target_predict topk",
+    ),
+    # CPU platform: what it overrides and replaces
+    Name(_CPU_PLATFORM + ".apply_server_args_defaults", "cpu/platform.py", signature="self server_args"),
+    Name(_CPU_PLATFORM + ".get_default_attention_backend", "cpu/platform.py", signature="self"),
+    Name(
+        _CPU_PLATFORM + ".get_default_speculative_draft_attention_backend",
+        "cpu/platform.py",
+        signature="self algorithm",
+    ),
+    Name(_CPU_PLATFORM + ".supports_speculative_algorithm", "cpu/platform.py", signature="self algorithm"),
+    Name(
+        _CPU_PLATFORM + ".supports_speculative_draft_attention_backend",
+        "cpu/platform.py",
+        signature="self algorithm backend",
+    ),
+    Name(_CPU_PLATFORM + ".get_speculative_cache_locs_fn", "cpu/platform.py", signature="self"),
+    Name(_CPU_PLATFORM + ".get_kv_pool_cls", "cpu/platform.py", signature="self kind"),
+    Name(_CPU_PLATFORM + ".get_dispatch_key_name", "cpu/platform.py", signature="self"),
+    Name(_CPU_PLATFORM + ".init_backend", "cpu/platform.py", signature="self"),
+    Name(_CPU_PLATFORM + ".post_load_model", "cpu/platform.py", signature="self model"),
+    Name("sglang.srt.platforms.device_mixin:PlatformEnum.OOT", "cpu/platform.py"),
+    Name(
+        "sglang.srt.platforms.interface:PlatformCapabilities",
+        "cpu/platform.py",
+        passes="supports_triton graph_capture",
+    ),
+    Name("sglang.srt.arg_groups.choices:DRAFT_ATTENTION_BACKEND_CHOICES", "cpu/setup.py"),
+    Name("sglang.srt.arg_groups.choices:add_draft_attention_backend_choices", "cpu/setup.py", signature="iterable"),
+    Name("sglang.srt.layers.attention.attention_registry:register_attention_backend", "cpu/setup.py", signature="name"),
+    Name("sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup", "cpu/kv_pool.py"),
+    Name(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._move_kv_cache_impl",
+        "cpu/kv_pool.py",
+        signature="self tgt_loc src_loc",
+        attributes="k_buffer v_buffer _kv_copy_config",
+    ),
+    Name(
+        _KERNELS + ".cache_locs:fill_front_out_cache_loc_func",
+        "hooks.py cpu/ops.py",
+        signature="num_front out_cache_loc front_out_cache_loc",
+    ),
+    Name(
+        _KERNELS + ".eagle:fill_accept_out_cache_loc_func",
+        "hooks.py cpu/ops.py",
+        signature="accept_index out_cache_loc accept_out_cache_loc size",
+    ),
+    Name(
+        _KERNELS + ".eagle:fill_bonus_tokens_func",
+        "hooks.py cpu/ops.py",
+        signature="accept_tokens accept_lens bonus_tokens accept_stride batch_size",
+    ),
+    Name(
+        "sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func",
+        "hooks.py cpu/ops.py",
+        signature="req_pool_indices req_to_token start_offset end_offset out_cache_loc batch_size",
+    ),
+    Name(
+        "sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
+        "hooks.py",
+        signature="self forward_batch pp_proxy_tensors",
+        attributes="dtype",
+    ),
+    Name(
+        "sglang.srt.models.dflash:DFlashAttention.__init__",
+        "hooks.py",
+        signature="self config layer_id quant_config prefix",
+        attributes="use_table_qk_norm_rope",
+    ),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._greedy_sample_from_vocab_parallel_head",
+        "hooks.py",
+        signature="self hidden_states lm_head chunk_size",
+    ),
+    Name(
+        _DFLASH + ":DFlashWorkerV2._greedy_sample_from_quantized_head",
+        "hooks.py",
+        passes="hidden_states lm_head chunk_size",
+    ),
+    # CPU platform: linear layers and attention
+    Name("sglang.srt.layers.linear:LinearBase", "cpu/linear.py"),
+    Name("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", "cpu/linear.py"),
+    Name(_UNQUANT + ":UnquantizedLinearMethod.apply", "cpu/linear.py", signature="self layer x bias"),
+    Name(_UNQUANT + ":UnquantizedEmbeddingMethod.apply", "cpu/linear.py", signature="self layer x bias"),
+    Name(
+        _TORCH_ATTENTION,
+        "attention/torch_tree.py",
+        signature="model_runner",
+        attributes="device req_to_token_pool token_to_kv_pool swa_out_cache_loc",
+    ),
+    Name(_TORCH_ATTENTION + ".init_forward_metadata", "attention/torch_tree.py", signature="self forward_batch"),
+    Name(
+        _TORCH_ATTENTION + ".forward_extend",
+        "attention/torch_tree.py",
+        signature="self q k v layer forward_batch save_kv_cache",
+    ),
+    Name(
+        _TORCH_ATTENTION + ".forward_decode",
+        "attention/torch_tree.py",
+        signature="self q k v layer forward_batch save_kv_cache",
+    ),
+    Name(_TORCH_ATTENTION + ".verify_mask", "attention/torch_tree.py"),
+    Name("sglang.srt.layers.attention.verify_mask:VerifyMask", "attention/torch_tree.py", passes="buffer mode max_bs"),
+    Name(
+        "sglang.srt.layers.radix_attention:RadixAttention",
+        "attention/torch_tree.py",
+        attributes="attn_type is_cross_attention layer_id logit_cap qk_head_dim scaling sliding_window_size "
+        "tp_k_head_num tp_q_head_num v_head_dim",
+    ),
+    Name("sglang.srt.layers.radix_attention:AttentionType.ENCODER_ONLY", "attention/torch_tree.py"),
+    Name(
+        "sglang.srt.mem_cache.memory_pool:KVWriteLoc",
+        "attention/torch_tree.py",
+        signature="loc swa_loc full_loc physical",
+    ),
+)
+
+
+def problems() -> list[str]:
+    """Why DDTREE cannot run with the installed SGLang, from its version alone; cheap enough for every process."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return [f"SGLang is not installed: {ADVICE}"]
+    # 0.5.23+cu130 is 0.5.23 built for another CUDA; 0.5.23.post1 and 0.5.23.dev5 are other code.
+    if version.split("+")[0] != SUPPORTED:
+        return [f"SGLang {version} is installed, and this version of sglang-ddtree needs {SUPPORTED}: {ADVICE}"]
+    return []
+
+
+def contract_problems() -> list[str]:
+    """``problems()`` and every name of ``CONTRACT`` that is missing or different; imports SGLang's model runner."""
+    found = problems()
+    if found:
+        return found
+    for name in CONTRACT:
+        problem = check_name(name)
+        if problem is not None:
+            found.append(f"{name.path} {problem} (needed by {name.used_by})")
+    return found
+
+
+def require_contract() -> None:
+    """Raises DDTreeError with the first problem, and how many more there are."""
+    found = contract_problems()
+    if found:
+        more = f" (and {len(found) - 1} more: see sglang-ddtree doctor)" if len(found) > 1 else ""
+        raise DDTreeError(f"DDTREE cannot run with this SGLang: {found[0]}{more}.")
+
+
+def check_name(name: Name) -> str | None:
+    """What is wrong with one name, or None."""
+    module_name, _, attribute = name.path.partition(":")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except Exception as error:
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    owner = value
+    for part in attribute.split("."):
+        try:
+            owner, value = value, getattr(value, part)
+        except AttributeError:
+            return f"is missing: SGLang has no {part} there"
+    problem = _check_parameters(value, name.passes.split(), name.signature)
+    if problem is not None:
+        return problem
+    return _check_attributes(value if inspect.isclass(value) else owner, name.attributes.split())
+
+
+def _check_parameters(value: Any, passes: list[str], signature: str | None) -> str | None:
+    if not passes and signature is None:
+        return None
+    try:
+        parameters = inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return "is not callable"
+    names = " ".join(parameters)
+    if signature is not None and names != signature:
+        return f"has parameters ({names}), expected ({signature})"
+    missing = [parameter for parameter in passes if parameter not in parameters]
+    return f"does not accept {', '.join(missing)}" if missing else None
+
+
+def _check_attributes(cls: type, attributes: list[str]) -> str | None:
+    wanted = [name for name in attributes if not hasattr(cls, name) and name not in _annotations(cls)]
+    if not wanted:
+        return None
+    sources = (inspect.getsource(base) for base in cls.__mro__ if base.__module__.split(".")[0] == "sglang")
+    source = "\n".join(sources)
+    missing = [name for name in wanted if not re.search(rf"(?m)^\s*self\.{name}\s*(:[^=\n]+)?=(?!=)", source)]
+    return f"does not set {', '.join(missing)}" if missing else None
+
+
+def _annotations(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in inspect.get_annotations(base)}

@@ -1,0 +1,94 @@
+"""Linear layers with weights packed in half precision, for CPUs.
+
+Decoding on a CPU reads every weight once per step, so bytes decide: FBGEMM's packed fp16 weights with fp32
+accumulation read half of what fp32 does and, unlike torch's bf16 product on a CPU without bf16 instructions, cost
+little more for the 5 to 65 rows of a tree than for one (measure with ``scripts/bench_cpu_linear.py``). A weight whose
+values fp16 cannot hold to within 2**-24 (fp16's subnormal step; any bf16 checkpoint's weights below 65504 pass) keeps
+torch's product, so that no checkpoint is silently rounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+logger = logging.getLogger(__name__)
+
+ENV = "SGLANG_DDTREE_CPU_LINEAR"  # "packed" (default where FBGEMM exists) or "torch"
+_TOLERANCE = 2.0**-24
+
+
+def packed_is_available() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+
+
+def packed_is_wanted() -> bool:
+    choice = os.environ.get(ENV, "packed" if packed_is_available() else "torch")
+    if choice not in ("packed", "torch"):
+        raise ValueError(f"{ENV} must be packed or torch, got {choice!r}.")
+    return choice == "packed"
+
+
+def pack(weight: torch.Tensor) -> object | None:
+    """FBGEMM's packing of ``weight`` ``[out, in]``, or None when fp16 cannot hold its values."""
+    full = weight.detach().float()
+    half = full.half()
+    if not torch.isfinite(half).all() or (half.float() - full).abs().max() > _TOLERANCE:
+        return None
+    return torch.ops.quantized.linear_prepack_fp16(full, None)
+
+
+def packed_linear(x: torch.Tensor, packed: object, bias: torch.Tensor | None) -> torch.Tensor:
+    """``x @ weight.T + bias`` in ``x``'s dtype, accumulated in fp32."""
+    out = torch.ops.quantized.linear_dynamic_fp16(x.float(), packed)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype)
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    def __init__(self, packed: object):
+        super().__init__()
+        self.packed = packed
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return packed_linear(x, self.packed, bias)
+
+
+class PackedHeadMethod(UnquantizedEmbeddingMethod):
+    """For the LM head; the embedding table it may share is read as it is."""
+
+    def __init__(self, packed: object):
+        super().__init__()
+        self.packed = packed
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return packed_linear(x, self.packed, bias)
+
+
+def pack_model(model: torch.nn.Module) -> None:
+    """Swap the unquantized linear layers and the LM head of a loaded SGLang model for packed ones, in place."""
+    if not packed_is_wanted():
+        return
+    packed_count = kept_count = 0
+    head = getattr(model, "lm_head", None)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, LinearBase) and type(method) is UnquantizedLinearMethod:
+            replacement: type[PackedLinearMethod] | type[PackedHeadMethod] = PackedLinearMethod
+        elif module is head and isinstance(module, VocabParallelEmbedding) and type(method) is UnquantizedEmbeddingMethod:
+            replacement = PackedHeadMethod
+        else:
+            continue
+        packed = pack(module.weight)
+        if packed is None:
+            kept_count += 1
+            continue
+        module.quant_method = replacement(packed)
+        packed_count += 1
+    logger.info("CPU linear layers: %d packed in half precision, %d kept as loaded", packed_count, kept_count)

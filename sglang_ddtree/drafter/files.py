@@ -1,0 +1,151 @@
+"""Model directories: where they are, what their config says and which tensors they hold, without loading weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_ddtree.errors import DDTreeError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+#: Weights that SGLang loads but whose header cannot be read without unpickling.
+PICKLED = ("*.bin", "*.pt")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+#: A safetensors header larger than this is a damaged file (the format's own limit).
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as a safetensors header describes it; ``dtype`` is the header's word, such as ``BF16``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def resolve_model_dir(path: str, revision: str | None = None, *, weights: bool = False) -> Path:
+    """The directory of a model given as SGLang takes it: a local directory or a Hugging Face hub id.
+
+    A hub id resolves to its snapshot in the local cache, without network when it is there. Otherwise ``config.json``
+    is fetched, and with ``weights`` the weight files too: they go where SGLang would put them a moment later.
+
+    Raises:
+        DDTreeError: nothing there, not a model directory, or a hub id that can be found neither locally nor online.
+    """
+    local = Path(path).expanduser()
+    if local.is_file():
+        # SGLang takes a .gguf file; what it holds is described by the config beside it.
+        if (local.parent / CONFIG).is_file() and local.suffix == ".gguf":
+            return local.parent
+        raise DDTreeError(f"{path} is a file: give the directory that holds the model's {CONFIG} and its weights.")
+    if local.is_dir():
+        if not (local / CONFIG).is_file():
+            raise DDTreeError(f"{path} has no {CONFIG}: give the directory of a model in Hugging Face format.")
+        return local
+    if local.is_absolute() or not _HUB_ID.fullmatch(path):
+        raise DDTreeError(f"{path} does not exist: give a model directory or a Hugging Face hub id (owner/name).")
+    return _hub_dir(path, revision, weights)
+
+
+def _hub_dir(repo: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    wanted = [CONFIG, INDEX, *(WEIGHTS if weights else ())]
+    for offline in (True, False):
+        try:
+            found = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted, local_files_only=offline))
+        except Exception as error:  # A dozen types in huggingface_hub: not cached, no network, no such repository...
+            reason = _first_line(error)
+            continue
+        complete = (found / CONFIG).is_file() and (not weights or has_weights(found))
+        if complete or not offline:
+            return found
+    raise DDTreeError(
+        f"{repo} is neither a directory nor in the local Hugging Face cache, and it cannot be downloaded ({reason}): "
+        "give the model's directory."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def has_weights(model_dir: Path) -> bool:
+    """Whether the directory holds weights in a format SGLang loads for a drafter."""
+    return any(next(model_dir.glob(pattern), None) is not None for pattern in (WEIGHTS[0], *PICKLED))
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """``config.json`` of a model directory.
+
+    Raises:
+        DDTreeError: missing, not JSON, or not a JSON object.
+    """
+    path = model_dir / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DDTreeError(f"cannot read {path}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise DDTreeError(f"{path} is not valid JSON: {_first_line(error)}.") from None
+    if not isinstance(config, dict):
+        raise DDTreeError(f"{path} must hold a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Tensors of one ``.safetensors`` file, or of all those of a model directory, from their headers only.
+
+    A directory without safetensors files (pickled weights) gives an empty dict.
+
+    Raises:
+        DDTreeError: a damaged or truncated file, or a shard that the index names and the directory lacks.
+    """
+    if path.is_file():
+        return _file_header(path)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in _shards(path):
+        tensors.update(_file_header(shard))
+    return tensors
+
+
+def _shards(model_dir: Path) -> list[Path]:
+    index = model_dir / INDEX
+    if not index.is_file():
+        return sorted(model_dir.glob(WEIGHTS[0]))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DDTreeError(f"{index} is not a safetensors index (a JSON object with a weight_map).") from None
+    missing = [name for name in names if not (model_dir / name).is_file()]
+    if missing:
+        raise DDTreeError(f"{model_dir} lacks {missing[0]}, which {INDEX} names: download the model again.")
+    return [model_dir / name for name in names]
+
+
+def _file_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if 2 <= length <= min(size - 8, _MAX_HEADER) else b""
+    except OSError as error:
+        raise DDTreeError(f"cannot read {path}: {error.strerror or error}.") from None
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: TensorInfo(tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        complete = 8 + length + end <= size
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        complete = False
+    if not complete:
+        raise DDTreeError(f"{path} is not a complete safetensors file: download or export it again.")
+    return tensors

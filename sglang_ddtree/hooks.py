@@ -1,0 +1,243 @@
+"""Every hook into SGLang, in one table, with the reason and what breaks without it.
+
+Three groups, registered only where they are needed (see ``plugin.py``): the command-line flag in every process; the
+engine's in the workers of a DDTREE server; the CPU platform's where that platform was selected. Each engine hook
+passes through to SGLang unless the server runs DDTREE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_ddtree.config import BUDGET_ENV, BUDGET_FLAG, DEFAULT_BUDGET, DEFAULT_BUDGET_CPU, MAX_BUDGET, DDTreeConfig
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One entry for SGLang's HookRegistry.
+
+    Attributes:
+        target: dotted path of the SGLang function.
+        function: called as ``function(original, *args, **kwargs)`` for AROUND, in place of it for REPLACE.
+        kind: "around" or "replace".
+        reason: why it is needed and what happens without it.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    kind: str
+    reason: str
+
+
+def register(hooks: Sequence[Hook]) -> None:
+    """Hand ``hooks`` to SGLang; it applies them when all plugins have run."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def _ddtree_is_running() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm == "DDTREE"
+
+
+# --- command line ---
+
+
+class _StoreBudget(argparse.Action):
+    """Keep the flag's text where SGLang's worker processes find it; ``handle_server_args`` checks it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        os.environ[BUDGET_ENV] = str(values)
+
+
+def _add_budget_flag(original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+    result = original(parser, *args, **kwargs)
+    if BUDGET_FLAG not in parser._option_string_actions:
+        parser.add_argument(
+            BUDGET_FLAG,
+            action=_StoreBudget,
+            default=argparse.SUPPRESS,
+            metavar="N",
+            help=f"DDTREE: tree nodes below the root that the target verifies in one step (1 to {MAX_BUDGET}; default "
+            f"{DEFAULT_BUDGET}, on a CPU {DEFAULT_BUDGET_CPU}). Also {BUDGET_ENV}.",
+        )
+    return result
+
+
+COMMAND_LINE = (
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        _add_budget_flag,
+        "around",
+        f"adds {BUDGET_FLAG}; registered algorithms have no channel for flags of their own",
+    ),
+)
+
+
+# --- engine ---
+
+
+def _row_headroom(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    extra = original(*args, **kwargs)
+    if not _ddtree_is_running():
+        return extra
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
+    from sglang.srt.runtime_context import get_spec
+
+    # prepare_for_decode reserves up to two windows past the committed length, rounded up to a page.
+    return max(extra, 2 * DDTreeConfig.from_spec(get_spec()).window + get_alloc_page_size() - 1)
+
+
+def _dummy_verify_input(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _ddtree_is_running():
+        return original(*args, **kwargs)
+    from sglang_ddtree.graphs import dummy_verify_input
+
+    return dummy_verify_input(original, *args, **kwargs)
+
+
+def _graph_runner_class(original: Callable[..., type], model_runner: Any, *args: Any, **kwargs: Any) -> type:
+    runner_class = original(model_runner, *args, **kwargs)
+    if not _ddtree_is_running() or model_runner.is_draft_worker:
+        return runner_class
+    from sglang_ddtree.graphs import tree_graph_runner_class
+
+    return tree_graph_runner_class(runner_class)
+
+
+def _sample(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_ddtree.verify import DDTreeVerifyInput
+
+    if (
+        not isinstance(verify_input, DDTreeVerifyInput)
+        or batch.forward_mode.is_idle()
+        or batch.sampling_info.is_all_greedy
+    ):
+        return original(verify_input, batch, *args, **kwargs)
+    return verify_input.sample(batch, *args, **kwargs)
+
+
+ENGINE = (
+    Hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        _row_headroom,
+        "around",
+        "a request's row of the slot table is shorter than what a step reserves near the context limit; without it "
+        "SGLang writes into the next request's row",
+    ),
+    Hook(
+        "sglang.srt.speculative.spec_info.create_dummy_verify_input",
+        _dummy_verify_input,
+        "around",
+        "warm-up and autotune runs would verify a chain, and hybrid models read tree links that it does not have",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls",
+        _graph_runner_class,
+        "around",
+        "the verify graph would be captured without a mask, and replay would raise or ignore the tree",
+    ),
+    Hook(
+        "sglang.srt.speculative.eagle_utils.eagle_sample",
+        _sample,
+        "around",
+        "sampled requests draw at every node with SGLang's own sampler (all parameters, exact seeds); without it they "
+        "are sampled by EAGLE's kernel, which ignores min_p and exists on CUDA only",
+    ),
+)
+
+
+# --- CPU platform ---
+
+
+def _keep_embedding_dtype(original: Callable[..., dict], model_runner: Any, forward_batch: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def,type-arg]
+    result = original(model_runner, forward_batch, *args, **kw)
+    if forward_batch.input_embeds is not None:
+        result["input_embeds"] = forward_batch.input_embeds.to(model_runner.dtype)
+    return result
+
+
+def _draft_attention_init(original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
+    original(module, *args, **kwargs)
+    module.use_table_qk_norm_rope = False
+
+
+def _greedy_draft_head(original: Callable[..., Any], worker: Any, *, hidden_states: Any, lm_head: Any, **kw: Any) -> Any:
+    from sglang_ddtree.cpu.linear import PackedHeadMethod
+
+    if isinstance(getattr(lm_head, "quant_method", None), PackedHeadMethod):
+        return worker._greedy_sample_from_quantized_head(
+            hidden_states=hidden_states, lm_head=lm_head, chunk_size=kw.get("chunk_size", 256)
+        )
+    return original(worker, hidden_states=hidden_states, lm_head=lm_head, **kw)
+
+
+def _cpu_op(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from sglang_ddtree.cpu import ops
+
+        return getattr(ops, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+_TRITON_ONLY = "a Triton or CUDA kernel in SGLang; this is the same operation in torch"
+
+CPU = (
+    Hook(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        _cpu_op("assign_req_to_token_pool_func"),
+        "replace",
+        _TRITON_ONLY,
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.cache_locs.fill_front_out_cache_loc_func",
+        _cpu_op("fill_front_out_cache_loc_func"),
+        "replace",
+        _TRITON_ONLY,
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.eagle.fill_accept_out_cache_loc_func",
+        _cpu_op("fill_accept_out_cache_loc_func"),
+        "replace",
+        _TRITON_ONLY,
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
+        _cpu_op("fill_bonus_tokens_func"),
+        "replace",
+        _TRITON_ONLY,
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
+        _cpu_op("verify_tree_greedy_func"),
+        "replace",
+        _TRITON_ONLY,
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+        _keep_embedding_dtype,
+        "around",
+        "SGLang casts the draft block's embeddings to bf16, which fails in an fp32 model",
+    ),
+    Hook(
+        "sglang.srt.models.dflash.DFlashAttention.__init__",
+        _draft_attention_init,
+        "around",
+        "the fused norm and rotation of a bf16 drafter is a Triton kernel; off, SGLang runs its torch version",
+    ),
+    Hook(
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._greedy_sample_from_vocab_parallel_head",
+        _greedy_draft_head,
+        "around",
+        "lets stock DFLASH use the packed LM head too, so that both are compared on the same product",
+    ),
+)

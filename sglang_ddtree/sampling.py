@@ -1,0 +1,107 @@
+"""Acceptance for requests that sample: one draw per node from the target's own distribution, then the walk.
+
+The tree is fixed before any draw, and a child is followed only when it carries the drawn token, so the tokens are the
+target's whatever the drafter proposed. SGLang's own sampler makes the draws, which gives every sampling parameter its
+usual meaning and keys seeded draws by (seed, position) as in plain decoding.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from sglang_ddtree.verify import DDTreeVerifyInput
+
+#: Per-request tensors of SamplingBatchInfo that the sampler reads row by row.
+_PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+
+
+def sample_tree(
+    verify_input: DDTreeVerifyInput,
+    batch: Any,
+    logits_output: LogitsProcessorOutput,
+    grammar_mask: Any,
+    sampler: torch.nn.Module,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``eagle_sample`` returns, for a batch in which some request samples.
+
+    Args:
+        verify_input: the trees, ``bs`` of width ``Q``.
+        batch: the running ``ScheduleBatch``.
+        logits_output: ``next_token_logits`` float ``[bs * Q, vocab]``; adjusted in place, as SGLang does.
+        grammar_mask: SGLang's mask over the tree's nodes, or None.
+        sampler: the target's ``Sampler``.
+
+    Returns:
+        ``predict`` int32 ``[bs * Q]``, ``accept_lens`` int32 ``[bs]`` (accepted drafts + 1) and ``accept_index`` int32
+        ``[bs, depth + 1]``.
+    """
+    width = verify_input.draft_token_num
+    bs = len(batch.seq_lens)
+    logits = logits_output.next_token_logits
+    info: SamplingBatchInfo = batch.sampling_info
+    _adjust(logits, info, width)
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+
+    # The sampler overwrites its logits with probabilities; log-probabilities are computed from ours afterwards.
+    drawn = sampler(
+        LogitsProcessorOutput(next_token_logits=logits.clone()),
+        _per_node(info, width),
+        return_logprob=False,
+        top_logprobs_nums=[],
+        token_ids_logprobs=[],
+        positions=verify_input.positions,
+    )
+    tp_group = get_parallel().tp_group
+    if tp_group.world_size > 1:
+        tp_group.broadcast(drawn, src=0)
+
+    device = logits.device
+    predict, accept_index, accepted = verify_tree_greedy_func(
+        predicts=torch.zeros(bs * width, dtype=torch.int32, device=device),
+        accept_index=torch.full((bs, verify_input.max_tree_depth), -1, dtype=torch.int32, device=device),
+        accept_token_num=torch.empty(bs, dtype=torch.int32, device=device),
+        candidates=verify_input.draft_token.view(bs, width),
+        retrieve_index=verify_input.retrieve_index,
+        retrieve_next_token=verify_input.retrieve_next_token,
+        retrieve_next_sibling=verify_input.retrieve_next_sibling,
+        target_predict=drawn.to(torch.int64).view(bs, width),
+        topk=verify_input.tree_topk,
+    )
+    return predict, accepted + 1, accept_index
+
+
+def _adjust(logits: torch.Tensor, info: SamplingBatchInfo, width: int) -> None:
+    """Custom processors, penalties and bias, in the order and with the functions of ``eagle_sample``."""
+    if info.has_custom_logit_processor:
+        apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+    sanitize_nan_logits(logits, "verify: target model logits")
+    if info.acc_additive_penalties is not None:
+        logits.add_(info.acc_additive_penalties.repeat_interleave(width, dim=0))
+    if info.acc_scaling_penalties is not None:
+        apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(width, dim=0))
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias.repeat_interleave(width, dim=0))
+
+
+def _per_node(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
+    """``info`` with each request's parameters repeated for its ``width`` nodes; adjustments are already applied."""
+    nodes = copy.copy(info)
+    for name in _PER_REQUEST:
+        value = getattr(info, name)
+        if value is not None:
+            setattr(nodes, name, value.repeat_interleave(width, dim=0))
+    nodes.has_custom_logit_processor = False
+    nodes.sampling_mask_batch_indices = None
+    nodes.grammars = None
+    return nodes
