@@ -75,6 +75,7 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py worker.py", signature=""),
     Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
+    Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "algorithm.py", signature="name"),
     Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
     Name(
         "sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks.py", signature="target hook hook_type source"

@@ -1,0 +1,169 @@
+"""Bad input to ``sglang-ddtree serve``: exit code 2 and one line that says what to do, before any model loads.
+
+The arguments take their whole way through SGLang's parser and resolution, on the project's CPU platform.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tiny_models import DRAFTER, drafter_shapes, write_config, write_drafter, write_target
+
+PREFIX = "sglang-ddtree: error: "
+CHILD = Path(__file__).with_name("serve_cases.py")
+
+
+@dataclass
+class Case:
+    """One command line. ``{name}`` in ``flags`` stands for a directory of ``models``."""
+
+    expect: str
+    flags: list[str] = field(default_factory=list)
+    model: str = "target"
+    drafter: str | None = "good"
+    env: dict[str, str] = field(default_factory=dict)
+
+
+CASES = {
+    "no drafter": Case("needs a DFlash drafter", drafter=None),
+    "drafter is not there": Case("does not exist", drafter="nowhere"),
+    "drafter without config": Case("has no config.json", drafter="no_config"),
+    "drafter without weights": Case("has no weights", drafter="no_weights"),
+    "drafter of another family": Case("is a DFlash2 drafter", drafter="dflash2"),
+    "drafter is a plain model": Case("is not a DFlash drafter", drafter="plain"),
+    "hidden size": Case("has hidden size 64, the target 128", model="wide_target"),
+    "vocabulary": Case("has a vocabulary of 256, the target 512", model="large_vocabulary"),
+    "taps beyond the target": Case("reads target layer 4", model="shallow_target"),
+    "taps do not match fc": Case("fc.weight has shape", drafter="two_taps"),
+    "mask token outside the embedding": Case("mask_token_id 256 is outside", drafter="mask_outside"),
+    "missing tensor": Case("lacks tensor norm.weight", drafter="no_norm"),
+    "no block size": Case("no block_size", drafter="no_block_size"),
+    "another block size": Case("differs from the drafter's block_size 8", ["--speculative-dflash-block-size", "16"]),
+    "budget 0": Case("must be between 1 and 256", ["--speculative-ddtree-budget", "0"]),
+    "budget -1": Case("must be between 1 and 256", ["--speculative-ddtree-budget", "-1"]),
+    "budget abc": Case("must be a whole number", ["--speculative-ddtree-budget", "abc"]),
+    "budget 100000": Case("must be between 1 and 256", ["--speculative-ddtree-budget", "100000"]),
+    "budget in the environment": Case("SGLANG_DDTREE_BUDGET", env={"SGLANG_DDTREE_BUDGET": "many"}),
+    "two budgets": Case(
+        "give only one of them", ["--speculative-ddtree-budget", "8", "--speculative-num-draft-tokens", "8"]
+    ),
+    "no draft tokens": Case("the tree budget", ["--speculative-num-draft-tokens", "1"]),
+    "top-k 1": Case("use --speculative-algorithm DFLASH", ["--speculative-eagle-topk", "1"]),
+    "top-k 1000": Case("must be between 2 and 32", ["--speculative-eagle-topk", "1000"]),
+    "attention backend without tree masks": Case("ignores tree masks", ["--attention-backend", "triton"]),
+    "decode backend without tree masks": Case("ignores tree masks", ["--decode-attention-backend", "flashinfer"]),
+    "pipeline parallelism": Case("does not support pipeline parallelism", ["--pp-size", "2"]),
+    "DP attention": Case(
+        "does not support DP attention", ["--enable-dp-attention", "--tp-size", "2", "--dp-size", "2"]
+    ),
+    "token map": Case("does not support --speculative-token-map", ["--speculative-token-map", "map.pt"]),
+    "rejection sampling": Case(
+        "does not support --speculative-use-rejection-sampling", ["--speculative-use-rejection-sampling"]
+    ),
+    "unknown flag": Case("unrecognized arguments: --no-such-flag", ["--no-such-flag"]),
+    "bad overrides": Case("", ["--json-model-override-args", "{"]),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_target(root / "target")
+    write_target(root / "wide_target", hidden_size=128, head_dim=32)
+    write_target(root / "large_vocabulary", vocab_size=512)
+    write_target(root / "shallow_target", num_hidden_layers=4)
+    write_drafter(root / "good")
+    (root / "no_config").mkdir()
+    write_config(root / "no_weights", DRAFTER)
+    write_drafter(root / "dflash2", architectures=["DFlash2DraftModel"])
+    write_drafter(root / "plain", {"a": (1,)}, architectures=["Qwen3ForCausalLM"], dflash_config=None)
+    write_drafter(root / "two_taps", dflash_config={"mask_token_id": 255, "target_layer_ids": [1, 2]})
+    write_drafter(root / "mask_outside", dflash_config={"mask_token_id": 256, "target_layer_ids": [1, 2, 4]})
+    write_drafter(root / "no_norm", {k: v for k, v in drafter_shapes().items() if k != "norm.weight"})
+    write_drafter(root / "no_block_size", block_size=None)
+    return root
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without anything of ours, offline, and with one thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **changes}
+
+
+def command_line(case: Case, models: Path) -> list[str]:
+    drafter = [] if case.drafter is None else ["--speculative-draft-model-path", str(models / case.drafter)]
+    return [str(models / case.model), "--speculative-algorithm", "DDTREE", *drafter, *case.flags]
+
+
+def run_cases(cases: list[Case], models: Path, version: str | None = None) -> list[dict]:
+    job = {"version": version, "cases": [{"argv": command_line(case, models), "env": case.env} for case in cases]}
+    done = subprocess.run(
+        [sys.executable, str(CHILD)],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def the_error(code: int, stderr: str) -> str:
+    """The one error line; there is no traceback and no second one."""
+    assert code == 2, stderr[-4000:]
+    assert "Traceback" not in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith(PREFIX)]
+    return line.removeprefix(PREFIX)
+
+
+@pytest.fixture(scope="module")
+def results(models) -> dict[str, dict]:
+    cases = {**CASES, "good": Case("")}
+    return dict(zip(cases, run_cases(list(cases.values()), models), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(results, name):
+    result = results[name]
+    assert CASES[name].expect in the_error(result["code"], result["stderr"])
+    assert result["fields"] == {}
+
+
+def test_good_input(results):
+    assert results["good"]["code"] == 0, results["good"]["stderr"][-4000:]
+    assert results["good"]["fields"] == {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "speculative_draft_attention_backend": "torch_native",
+        "speculative_num_draft_tokens": 9,
+        "speculative_dflash_block_size": 8,
+        "speculative_eagle_topk": 8,
+        "speculative_num_steps": 7,
+        "max_running_requests": 48,
+    }
+
+
+def test_another_sglang_version(models):
+    (result,) = run_cases([Case("")], models, version="0.5.24")
+    message = the_error(result["code"], result["stderr"])
+    assert "0.5.24" in message and "pip install sglang==0.5.23" in message
+
+
+def test_the_real_command(models):
+    """Nothing replaced: the console script's own process, from start to exit code."""
+    command = command_line(CASES["hidden size"], models)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_ddtree.cli", "serve", *command],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=600,
+    )
+    assert CASES["hidden size"].expect in the_error(done.returncode, done.stderr)
+    assert done.stdout == ""
+    assert "Load weight" not in done.stderr
