@@ -154,10 +154,12 @@ def _check_drafter_files(
 def check_drafter_first(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs before SGLang's step of that name, which reads the drafter's config before it asks the algorithm.
 
-    Without it a drafter that is not there ends in an error of transformers that names no flag.
+    Without it a drafter that is not there ends in an error of transformers that names no flag. ``server_args`` holds
+    what the user gave; the resolving view holds what SGLang has made of it so far.
     """
     args = resolving_view(server_args)
     if (args.speculative_algorithm or "").upper() == "DDTREE":
+        _refuse_unsupported(server_args)
         check_drafter(args)
     previous(server_args)
 
@@ -172,7 +174,12 @@ def worker_class(server_args: Any) -> type:
 def _refuse_unsupported(args: Any) -> None:
     refused = (
         (args.pp_size != 1, "pipeline parallelism (--pp-size > 1)", "use --tp-size instead"),
-        (args.enable_dp_attention, "DP attention (--enable-dp-attention)", "run one server per replica instead"),
+        (
+            # SGLang turns the flag into attn_dp_size before this is called.
+            args.attn_dp_size != 1 or args.enable_dp_attention,
+            "DP attention (--attn-dp-size, --enable-dp-attention)",
+            "run one server per replica instead",
+        ),
         (args.speculative_adaptive, "--speculative-adaptive", "drop it; DDTREE has a fixed budget"),
         (args.speculative_token_map, "--speculative-token-map", "drop it; the drafter uses the full vocabulary"),
         (

@@ -212,12 +212,21 @@ def _check_threads() -> Check:
 
 
 def check_bf16() -> Check:
-    """Whether bfloat16, the dtype of most checkpoints, is fast here. Never a reason not to start."""
-    flags = cpu_flags()
-    fast = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
-    if fast:
-        return Check("bf16", True, f"the CPU multiplies bfloat16 natively ({', '.join(fast)})")
-    return Check("bf16", True, "the CPU has no bfloat16 instructions", "--dtype float32 may be faster here")
+    """How bfloat16, the dtype of most checkpoints, runs here. Never a reason not to start."""
+    return _guarded("bf16", "unset SGLANG_DDTREE_CPU_LINEAR", _check_bf16)
+
+
+def _check_bf16() -> Check:
+    from sglang_ddtree.cpu.linear import ENV, packed_is_wanted
+
+    native = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
+    detail = f"native ({', '.join(native)})" if native else "no bfloat16 instructions in this CPU"
+    if packed_is_wanted():
+        return Check("bf16", True, f"{detail}; linear layers run as packed fp16 products")
+    advice = (
+        "" if native else f"unset {ENV} if it is torch, or try --dtype float32: torch's bf16 products are slow here"
+    )
+    return Check("bf16", True, f"{detail}; linear layers run as torch's products", advice)
 
 
 def cpu_flags() -> set[str]:

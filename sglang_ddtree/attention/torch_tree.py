@@ -34,7 +34,7 @@ class _Group:
 
     Attributes:
         rows: int64 ``[n * q]``, rows of the flat token dimension, or None when they are all of them in order.
-        slots: int64 ``[n, kv]``, KV slots by position (padding repeats slot of column 0; masked).
+        slots: int64 ``[n, kv]``, KV slots by position; padding is slot 0, SGLang's sink, and masked.
         q_pos: int64 ``[n, q]``, position of each query.
         k_pos: int64 ``[n, kv]``, position of each column (tree columns share positions by depth).
         causal: bool ``[n, q, kv]`` for decoder layers, None when every column is visible.
@@ -142,9 +142,11 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
                 out[group.rows] = _attend(queries[group.rows], keys, values, group, bidirectional, window, layer)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def _slots(self, forward_batch: ForwardBatch, requests: torch.Tensor, kv: int) -> torch.Tensor:
+    def _slots(self, forward_batch: ForwardBatch, requests: torch.Tensor, lens: torch.Tensor, kv: int) -> torch.Tensor:
+        """KV slots of each request's first ``kv`` positions; beyond ``lens`` the sink, whose values are finite."""
         rows = forward_batch.req_pool_indices[requests].to(torch.int64)
-        return self.req_to_token_pool.req_to_token[rows, :kv].to(torch.int64)
+        slots = self.req_to_token_pool.req_to_token[rows, :kv].to(torch.int64)
+        return slots.masked_fill_(torch.arange(kv) >= lens.unsqueeze(1), 0)
 
     def _decode_groups(self, forward_batch: ForwardBatch) -> list[_Group]:
         lens = forward_batch.seq_lens.to(torch.int64)
@@ -157,7 +159,7 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
             groups.append(
                 _Group(
                     rows=None if len(requests) == len(lens) and _is_identity(requests) else requests,
-                    slots=self._slots(forward_batch, requests, kv),
+                    slots=self._slots(forward_batch, requests, kv_lens, kv),
                     q_pos=(kv_lens - 1).unsqueeze(1),
                     k_pos=k_pos,
                     causal=visible,
@@ -194,7 +196,7 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
                     rows=None
                     if n == bs and _is_identity(requests)
                     else (requests.unsqueeze(1) * q + torch.arange(q)).reshape(-1),
-                    slots=self._slots(forward_batch, requests, kv),
+                    slots=self._slots(forward_batch, requests, lens + q, kv),
                     q_pos=positions[requests],
                     k_pos=k_pos,
                     causal=causal,
@@ -215,7 +217,7 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
             groups.append(
                 _Group(
                     rows=torch.arange(start, start + new) if len(prefix_lens) > 1 else None,
-                    slots=self._slots(forward_batch, torch.tensor([request]), kv),
+                    slots=self._slots(forward_batch, torch.tensor([request]), torch.tensor([kv]), kv),
                     q_pos=q_pos,
                     k_pos=k_pos,
                     causal=k_pos.unsqueeze(1) <= q_pos.unsqueeze(2) if new > 1 else None,
@@ -242,16 +244,19 @@ def _attend(
     per_kv = layer.tp_q_head_num // kv_heads
     # [n, kv_heads, per_kv * q, dim]: the query heads that share a key head become rows of one product.
     folded = queries.view(n, q, kv_heads, per_kv, -1).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv * q, -1)
+    # In fp32 whatever the model's dtype: most CPUs have no bf16 product, and torch's stand-in is many times slower.
+    folded = folded.float()
     cols = group.slots.reshape(-1)
-    k = keys.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).to(queries.dtype)
-    v = values.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).to(queries.dtype)
+    k = keys.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).float()
+    v = values.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).float()
     if layer.logit_cap and layer.logit_cap > 0:
         out = _soft_capped(folded, k, v, group.mask(bidirectional, window, per_kv), layer)
     else:
         out = scaled_dot_product_attention(
             folded, k, v, attn_mask=group.mask(bidirectional, window, per_kv), scale=layer.scaling
         )
-    return out.view(n, kv_heads, per_kv, q, -1).permute(0, 3, 1, 2, 4).reshape(n * q, layer.tp_q_head_num, -1)
+    out = out.view(n, kv_heads, per_kv, q, -1).permute(0, 3, 1, 2, 4).reshape(n * q, layer.tp_q_head_num, -1)
+    return out.to(queries.dtype)
 
 
 def _soft_capped(q, k, v, mask, layer) -> torch.Tensor:  # type: ignore[no-untyped-def]

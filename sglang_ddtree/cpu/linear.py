@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -45,7 +46,7 @@ def pack(weight: torch.Tensor) -> object | None:
 
 def packed_linear(x: torch.Tensor, packed: object, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias`` in ``x``'s dtype, accumulated in fp32."""
-    out = torch.ops.quantized.linear_dynamic_fp16(x.float(), packed)
+    out = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), packed)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
@@ -75,20 +76,33 @@ def pack_model(model: torch.nn.Module) -> None:
     """Swap the unquantized linear layers and the LM head of a loaded SGLang model for packed ones, in place."""
     if not packed_is_wanted():
         return
-    packed_count = kept_count = 0
     head = getattr(model, "lm_head", None)
+    packed = kept = 0
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module, LinearBase) and type(method) is UnquantizedLinearMethod:
-            replacement: type[PackedLinearMethod] | type[PackedHeadMethod] = PackedLinearMethod
-        elif module is head and isinstance(module, VocabParallelEmbedding) and type(method) is UnquantizedEmbeddingMethod:
-            replacement = PackedHeadMethod
+        if not _is_plain_linear(module, is_head=module is head):
+            continue
+        weight = pack(module.weight)
+        if weight is None:
+            kept += 1
+            continue
+        packed += 1
+        if isinstance(module, LinearBase):
+            module.quant_method = PackedLinearMethod(weight)
+        elif module is head:
+            module.quant_method = PackedHeadMethod(weight)
         else:
-            continue
-        packed = pack(module.weight)
-        if packed is None:
-            kept_count += 1
-            continue
-        module.quant_method = replacement(packed)
-        packed_count += 1
-    logger.info("CPU linear layers: %d packed in half precision, %d kept as loaded", packed_count, kept_count)
+            module.forward = partial(_packed_forward, module, weight)
+    logger.info("CPU linear layers: %d packed in half precision, %d kept as loaded", packed, kept)
+
+
+def _is_plain_linear(module: torch.nn.Module, is_head: bool) -> bool:
+    method = type(getattr(module, "quant_method", None))
+    if isinstance(module, LinearBase):
+        return method is UnquantizedLinearMethod
+    if isinstance(module, VocabParallelEmbedding):
+        return is_head and method is UnquantizedEmbeddingMethod
+    return type(module) is torch.nn.Linear
+
+
+def _packed_forward(module: torch.nn.Linear, weight: object, x: torch.Tensor) -> torch.Tensor:
+    return packed_linear(x, weight, module.bias)

@@ -46,7 +46,7 @@ class DDTreeCpuPlatform(CpuSRTPlatform):
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = 0.5
         if server_args.max_total_tokens is None:
-            server_args.max_total_tokens = 65536
+            server_args.max_total_tokens = 32768
 
     def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
         # SGLang's argument resolution splits this at ":" although the base class returns a torch.device.
@@ -89,4 +89,5 @@ class DDTreeCpuPlatform(CpuSRTPlatform):
         from sglang_ddtree.cpu.linear import pack_model
 
         setup.use_threads()
+        setup.init_layers()
         pack_model(model)

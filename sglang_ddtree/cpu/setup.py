@@ -36,6 +36,13 @@ def init_worker() -> None:
     _ignore_streams_of_cpu_tensors()
 
 
+def init_layers() -> None:
+    """Shorter forms of SGLang's small layers; before the first forward, since each layer keeps what it resolves."""
+    from sglang_ddtree.cpu import layers
+
+    layers.register()
+
+
 def fix_threads() -> None:
     """Choose the workers' thread count in the launching process, before SGLang's own processes keep the cores busy."""
     from sglang_ddtree.cpu.threads import ENV, choose

@@ -1,7 +1,7 @@
 """Child process of test_bad_input.py: run ``sglang-ddtree serve`` for several argument lists, without any server.
 
-Reads ``{"version": str | null, "cases": [{"argv": [...], "env": {...}}]}`` on stdin and writes one result per case,
-``{"code", "stderr", "fields"}``, on stdout. Arguments take their real way through SGLang; only the step after their
+Reads ``{"version": str | null, "cases": [{"argv": [...], "env": {...}}], "doctor": [[model, drafter], ...]}`` on stdin.
+Writes ``{"cases": [{"code", "stderr", "fields"}], "doctor": [[check, ...], ...]}`` on stdout. Arguments take their real way through SGLang; only the step after their
 resolution, which would load the models, is left out. One process for all of them, because importing SGLang takes half
 a minute.
 """
@@ -14,6 +14,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import asdict
 
 FIELDS = (
     "device",
@@ -32,11 +33,10 @@ def main() -> None:
     if job["version"]:
         installed = importlib.metadata.version
         importlib.metadata.version = lambda name: job["version"] if name == "sglang" else installed(name)
-    results = []
     with contextlib.redirect_stdout(sys.stderr):
-        for case in job["cases"]:
-            results.append(run(case["argv"], case["env"]))
-    json.dump(results, sys.stdout)
+        cases = [run(case["argv"], case["env"]) for case in job["cases"]]
+        reports = [doctor(model, drafter) for model, drafter in job["doctor"]]
+    json.dump({"cases": cases, "doctor": reports}, sys.stdout)
 
 
 def run(argv: list[str], environ: dict[str, str]) -> dict[str, object]:
@@ -63,6 +63,12 @@ def run(argv: list[str], environ: dict[str, str]) -> dict[str, object]:
         os.environ.clear()
         os.environ.update(before)
     return {"code": code, "stderr": stderr.getvalue(), "fields": fields}
+
+
+def doctor(model: str, drafter: str) -> list[dict[str, object]]:
+    from sglang_ddtree.doctor import all_checks
+
+    return [asdict(check) for check in all_checks(model, drafter)]
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ CASES = {
     "DP attention": Case(
         "does not support DP attention", ["--enable-dp-attention", "--tp-size", "2", "--dp-size", "2"]
     ),
+    "DP attention flag alone": Case("does not support DP attention", ["--enable-dp-attention"]),
+    "DP attention width": Case("does not support DP attention", ["--attn-dp-size", "2", "--tp-size", "2"]),
     "token map": Case("does not support --speculative-token-map", ["--speculative-token-map", "map.pt"]),
     "rejection sampling": Case(
         "does not support --speculative-use-rejection-sampling", ["--speculative-use-rejection-sampling"]
@@ -99,8 +101,12 @@ def command_line(case: Case, models: Path) -> list[str]:
     return [str(models / case.model), "--speculative-algorithm", "DDTREE", *drafter, *case.flags]
 
 
-def run_cases(cases: list[Case], models: Path, version: str | None = None) -> list[dict]:
-    job = {"version": version, "cases": [{"argv": command_line(case, models), "env": case.env} for case in cases]}
+def run_child(cases: list[Case], pairs: list[tuple[str, str]], models: Path, version: str | None = None) -> dict:
+    job = {
+        "version": version,
+        "cases": [{"argv": command_line(case, models), "env": case.env} for case in cases],
+        "doctor": [[str(models / model), str(models / drafter)] for model, drafter in pairs],
+    }
     done = subprocess.run(
         [sys.executable, str(CHILD)],
         input=json.dumps(job),
@@ -122,9 +128,13 @@ def the_error(code: int, stderr: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(models) -> dict[str, dict]:
-    cases = {**CASES, "good": Case("")}
-    return dict(zip(cases, run_cases(list(cases.values()), models), strict=True))
+def outcome(models) -> dict:
+    return run_child([*CASES.values(), Case("")], [("target", "good"), ("wide_target", "good")], models)
+
+
+@pytest.fixture(scope="module")
+def results(outcome) -> dict[str, dict]:
+    return dict(zip([*CASES, "good"], outcome["cases"], strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,9 +159,25 @@ def test_good_input(results):
 
 
 def test_another_sglang_version(models):
-    (result,) = run_cases([Case("")], models, version="0.5.24")
+    outcome = run_child([Case("")], [("target", "good")], models, version="0.5.24")
+    (result,) = outcome["cases"]
     message = the_error(result["code"], result["stderr"])
     assert "0.5.24" in message and "pip install sglang==0.5.23" in message
+    (failed,) = [check for check in outcome["doctor"][0] if not check["ok"]]
+    assert failed["name"] == "sglang" and "0.5.24" in failed["detail"] and "pip install" in failed["advice"]
+
+
+def test_doctor_on_a_good_pair(outcome):
+    checks = {check["name"]: check for check in outcome["doctor"][0]}
+    assert [check for check in checks.values() if not check["ok"]] == []
+    assert {"sglang", "contract", "plugin", "device", "threads", "drafter", "arguments"} <= set(checks)
+    assert "budget 8, block size 8" in checks["arguments"]["detail"]
+
+
+def test_doctor_on_a_foreign_drafter(outcome):
+    (failed,) = [check for check in outcome["doctor"][1] if not check["ok"]]
+    assert failed["name"] == "drafter" and "hidden size 64, the target 128" in failed["detail"]
+    assert failed["advice"] == "give a drafter that was trained for this target."
 
 
 def test_the_real_command(models):
