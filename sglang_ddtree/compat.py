@@ -328,7 +328,25 @@ CONTRACT: tuple[Name, ...] = (
         "hooks.py",
         passes="hidden_states lm_head chunk_size",
     ),
-    # CPU platform: linear layers and attention
+    # CPU platform: layers and attention
+    Name(
+        "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward",
+        "cpu/layers.py",
+        signature="fused_op_cls forward_fn platform_key",
+    ),
+    Name(
+        "sglang.srt.layers.layernorm:RMSNorm.forward_native",
+        "cpu/layers.py",
+        signature="self x residual post_residual_addition quant_linear",
+        attributes="cast_x_before_out_mul fp32_residual hidden_size override_orig_dtype variance_epsilon "
+        "variance_size_override weight",
+    ),
+    Name(
+        "sglang.srt.layers.rotary_embedding.base:RotaryEmbedding.forward_native",
+        "cpu/layers.py",
+        signature="self positions query key offsets fused_set_kv_buffer_arg",
+        attributes="head_size is_neox_style rotary_dim cos_sin_cache",
+    ),
     Name("sglang.srt.layers.linear:LinearBase", "cpu/linear.py"),
     Name("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", "cpu/linear.py"),
     Name(_UNQUANT + ":UnquantizedLinearMethod.apply", "cpu/linear.py", signature="self layer x bias"),

@@ -229,13 +229,15 @@ def _parse_overrides(text: str) -> dict[str, Any]:
 
 def _apply(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """SGLang's rule: nested model configs and RoPE settings are merged, everything else is replaced."""
-    merged = dict(config)
+    result = dict(config)
     for key, value in overrides.items():
-        current = merged.get(key)
+        current = result.get(key)
         merges = (key.endswith("_config") and key != "dflash_config") or key in ("rope_scaling", "rope_parameters")
-        merges = merges and isinstance(current, dict) and isinstance(value, dict)
-        merged[key] = {**current, **value} if merges else value
-    return merged
+        if merges and isinstance(current, dict) and isinstance(value, dict):
+            result[key] = {**current, **value}
+        else:
+            result[key] = value
+    return result
 
 
 # The checks

@@ -1,9 +1,10 @@
 """Child process of test_bad_input.py: run ``sglang-ddtree serve`` for several argument lists, without any server.
 
 Reads ``{"version": str | null, "cases": [{"argv": [...], "env": {...}}], "doctor": [[model, drafter], ...]}`` on stdin.
-Writes ``{"cases": [{"code", "stderr", "fields"}], "doctor": [[check, ...], ...]}`` on stdout. Arguments take their real way through SGLang; only the step after their
-resolution, which would load the models, is left out. One process for all of them, because importing SGLang takes half
-a minute.
+Writes ``{"cases": [{"code", "stderr", "fields"}], "doctor": [[check, ...], ...]}`` on stdout.
+
+Arguments take their real way through SGLang; only the step after their resolution, which would load the models, is
+left out. One process for all of them, because importing SGLang takes half a minute.
 """
 
 from __future__ import annotations

@@ -1,0 +1,74 @@
+"""Packed half-precision products: exact for what fp16 holds, never used for what it does not."""
+
+import pytest
+import torch
+
+from sglang_ddtree.cpu import linear
+
+
+@pytest.fixture(autouse=True)
+def needs_fbgemm():
+    if not linear.packed_is_available():
+        pytest.skip("this CPU has no FBGEMM; the server uses torch's product there")
+
+
+def test_bf16_weights_give_the_fp32_product():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(160, 64, generator=generator).bfloat16()
+    packed = linear.pack(weight)
+    for rows in (1, 2, 5, 9, 33):
+        x = torch.randn(rows, 64, generator=generator)
+        torch.testing.assert_close(
+            linear.packed_linear(x, packed, None), x @ weight.float().T, atol=2e-5, rtol=1e-5
+        )
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    generator = torch.Generator().manual_seed(1)
+    packed = linear.pack(torch.randn(96, 64, generator=generator).bfloat16())
+    x = torch.randn(17, 64, generator=generator)
+    whole = linear.packed_linear(x, packed, None)
+    for i in range(17):
+        torch.testing.assert_close(linear.packed_linear(x[i : i + 1], packed, None)[0], whole[i], atol=1e-5, rtol=1e-5)
+
+
+def test_bias_and_dtype():
+    weight, bias = torch.eye(8), torch.arange(8.0)
+    packed = linear.pack(weight)
+    out = linear.packed_linear(torch.ones(2, 8, dtype=torch.bfloat16), packed, bias)
+    assert out.dtype == torch.bfloat16
+    assert out.tolist() == [[1.0, 2, 3, 4, 5, 6, 7, 8]] * 2
+
+
+@pytest.mark.parametrize("value", [1e5, float("inf"), 0.1234567])
+def test_weights_that_fp16_would_change_are_left_alone(value):
+    weight = torch.ones(4, 4)
+    weight[1, 2] = value
+    assert linear.pack(weight) is None
+
+
+def test_small_bf16_weights_are_kept_to_fp16s_smallest_step():
+    weight = torch.full((4, 4), 3e-7).bfloat16()
+    packed = linear.pack(weight)
+    assert packed is not None
+    out = linear.packed_linear(torch.ones(1, 4), packed, None)
+    assert (out - weight.float().sum(1)).abs().max() <= 4 * 2.0**-24
+
+
+def test_plain_modules_of_a_model_are_packed():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(8, 8).bfloat16())
+    x = torch.randn(3, 8)
+    want = model(x)
+    linear.pack_model(model)
+    assert model[0].forward.func is linear._packed_forward
+    torch.testing.assert_close(model(x), want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_choice_can_be_made_and_a_wrong_one_is_named(monkeypatch):
+    monkeypatch.setenv(linear.ENV, "torch")
+    assert not linear.packed_is_wanted()
+    monkeypatch.setenv(linear.ENV, "fast")
+    with pytest.raises(ValueError, match="packed or torch"):
+        linear.packed_is_wanted()
