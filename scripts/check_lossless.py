@@ -251,9 +251,9 @@ def save(report: dict[str, Any], path: Path) -> None:
         f"`{report['command']}`, {facts['date']}, commit {facts['commit']}\n\n"
         f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['torch_threads']} torch threads; {versions}.\n\n"
         f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most; the second turn of each "
-        "conversation has a third as many, and its cached prefix includes what the server generated. *Identical*: equal "
-        f"token ids and finish reason, in the three phases ({'; '.join(PHASES)}). *Cached*: prompt tokens that came from the prefix "
-        "cache. Seconds are of the whole setting, on a machine with other work: not a benchmark.\n\n"
+        "conversation has a third as many, and its cached prefix includes what the server generated. *Identical*: "
+        f"equal token ids and finish reason, in the three phases ({'; '.join(PHASES)}). *Cached*: prompt tokens that "
+        "came from the prefix cache. Seconds are of the whole setting, on a machine with other work: not a benchmark.\n\n"
         + table(report)
         + "\n",
         encoding="utf-8",

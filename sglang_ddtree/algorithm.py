@@ -15,9 +15,10 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import config as settings
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
-from sglang_ddtree.drafter.files import resolve_model_dir
+from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.plugin import ACTIVE_ENV
+from sglang_ddtree.target import check_target
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -99,6 +100,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         drafter = check_drafter(server_args)
 
         cpu = server_args.device == "cpu"
+        check_target(read_config(resolve_model_dir(server_args.model_path, server_args.revision)), cpu)
         default = settings.DEFAULT_BUDGET_CPU if cpu else settings.DEFAULT_BUDGET
         config = settings.DDTreeConfig(
             budget=settings.resolve_budget(server_args.speculative_num_draft_tokens, default),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -66,6 +67,13 @@ def serve(argv: Sequence[str]) -> int:
         print(SERVE_HELP, end="")
         return 0 if argv else 2
     argv = list(argv) if argv[0].startswith("-") else ["--model-path", *argv]
+
+    from sglang_ddtree import compat
+
+    # Another version may serve everything but DDTREE, which refuses with the reason; no version serves nothing.
+    if importlib.util.find_spec("sglang") is None:
+        print(f"sglang-ddtree: error: {compat.NOT_INSTALLED}", file=sys.stderr)
+        return 2
 
     pick_platform(os.environ)
     from sglang.launch_server import run_server
@@ -126,8 +134,6 @@ def pick_platform(environ: MutableMapping[str, str]) -> str | None:
 
 def accelerator() -> str | None:
     """The kind of device SGLang would use, or None when there is only the CPU."""
-    import importlib.util
-
     import torch
 
     if torch.cuda.is_available():

@@ -18,6 +18,7 @@ from sglang_ddtree.errors import DDTreeError
 
 SUPPORTED = "0.5.23"
 ADVICE = f"install it with: pip install sglang=={SUPPORTED}"
+NOT_INSTALLED = f"SGLang is not installed: {ADVICE}"
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ CONTRACT: tuple[Name, ...] = (
     Name(
         "sglang.kernels.fused_op:BaseFusedOp.register_oot_forward",
         "cpu/layers.py",
-        signature="fused_op_cls forward_fn platform_key",
+        signature="op_cls fn platform_key",
     ),
     Name(
         "sglang.srt.layers.layernorm:RMSNorm.forward_native",
@@ -390,7 +391,7 @@ def problems() -> list[str]:
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return [f"SGLang is not installed: {ADVICE}"]
+        return [NOT_INSTALLED]
     # 0.5.23+cu130 is 0.5.23 built for another CUDA; 0.5.23.post1 and 0.5.23.dev5 are other code.
     if version.split("+")[0] != SUPPORTED:
         return [f"SGLang {version} is installed, and this version of sglang-ddtree needs {SUPPORTED}: {ADVICE}"]

@@ -44,7 +44,8 @@ def register(hooks: Sequence[Hook]) -> None:
 def _ddtree_is_running() -> bool:
     from sglang.srt.runtime_context import get_spec
 
-    return get_spec().speculative_algorithm == "DDTREE"
+    # SGLang keeps the name as it was typed.
+    return (get_spec().speculative_algorithm or "").upper() == "DDTREE"
 
 
 # --- command line ---

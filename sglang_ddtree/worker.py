@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
@@ -81,6 +82,10 @@ class DDTreeWorker(DFlashWorkerV2):
     def _maybe_build_draft_sampler(self) -> None:
         # The captured tail would take an argmax; the tree needs candidates.
         return None
+
+    def prewarm_sampling(self) -> SamplingPrewarmResult:
+        # DFLASH rehearses its own chain sampler; DDTREE samples with the target's.
+        return self.model_runner.prewarm_sampling()
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         # DFLASH warns here that it answers sampled requests greedily; DDTREE samples them.

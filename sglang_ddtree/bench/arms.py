@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+#: The drafter that the repository ships for the demo's target.
+DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash-b8"
+
 
 @dataclass(frozen=True)
 class Arm:

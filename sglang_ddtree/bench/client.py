@@ -26,8 +26,10 @@ class Answer:
         finish_reason: "stop" or "length".
         verify_steps: target passes that verified drafts; 0 under plain decoding.
         accepted_drafts: drafts that matched, over all of them (those past the end of the answer included).
-        first_token_seconds: from sending to the first streamed token; None when it was not streamed.
-        seconds: from sending to the end.
+        seconds: from sending to the end, on the client's clock.
+        first_token_seconds: from sending to the first streamed token; None when not streamed.
+        decode_span: end of the prefill and end of the answer on the server's clock; None when streamed, or when the
+            server runs without ``--enable-metrics``.
     """
 
     text: str
@@ -35,8 +37,9 @@ class Answer:
     finish_reason: str
     verify_steps: int
     accepted_drafts: int
-    first_token_seconds: float | None
     seconds: float
+    first_token_seconds: float | None = None
+    decode_span: tuple[float, float] | None = None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -49,37 +52,31 @@ def connect(url: str, timeout: float = 600) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
 
 
-async def ask(
-    client: AsyncOpenAI,
-    messages: Messages,
-    max_tokens: int,
-    *,
-    stream: bool = True,
-    on_text: Callable[[str], None] | None = None,
-) -> Answer:
-    """One greedy chat completion.
-
-    Args:
-        max_tokens: the answer ends there at the latest.
-        stream: without it there is no time to first token.
-        on_text: called with each piece of a streamed answer as it arrives.
-    """
-    request: dict[str, Any] = {
-        "model": "default",  # SGLang serves one model, whatever the name
-        "messages": list(messages),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "extra_body": _EXTENSIONS,
-    }
+async def ask(client: AsyncOpenAI, messages: Messages, max_tokens: int) -> Answer:
+    """One greedy chat completion, answered in one piece."""
     begin = time.perf_counter()
-    if not stream:
-        response = await client.chat.completions.create(**request)
-        choice = response.choices[0]
-        return _answer(choice.message.content or "", choice.finish_reason, response, None, begin)
+    response = await client.chat.completions.create(**_request(messages, max_tokens, return_meta_info=True))
+    seconds = time.perf_counter() - begin
+    choice = response.choices[0]
+    times = getattr(choice, "meta_info", None) or {}
+    prefilled, finished = times.get("prefill_finished_time"), times.get("request_finished_ts")
+    return Answer(
+        text=choice.message.content or "",
+        finish_reason=choice.finish_reason,
+        seconds=seconds,
+        decode_span=None if prefilled is None or finished is None else (prefilled, finished),
+        **_extensions(response),
+    )
 
+
+async def ask_streaming(
+    client: AsyncOpenAI, messages: Messages, max_tokens: int, on_text: Callable[[str], None] = lambda piece: None
+) -> Answer:
+    """One greedy chat completion; ``on_text`` gets each piece as it arrives."""
+    begin = time.perf_counter()
     pieces: list[str] = []
     finish_reason, first, extended = "", None, None
-    async for chunk in await client.chat.completions.create(stream=True, **request):
+    async for chunk in await client.chat.completions.create(stream=True, **_request(messages, max_tokens)):
         if getattr(chunk, "sglext", None):
             extended = chunk
         for choice in chunk.choices:
@@ -87,34 +84,44 @@ async def ask(
             if piece := choice.delta.content:
                 first = first or time.perf_counter() - begin
                 pieces.append(piece)
-                if on_text is not None:
-                    on_text(piece)
-    return _answer("".join(pieces), finish_reason, extended, first, begin)
-
-
-def _answer(text: str, finish_reason: str, extended: Any, first: float | None, begin: float) -> Answer:
-    """``extended`` is the response or chunk that carries SGLang's extension fields."""
-    seconds = time.perf_counter() - begin
-    fields = getattr(extended, "sglext", None)
-    if not fields or not fields.get("output_ids"):
-        raise ValueError("the server's answer carries no token ids: it is not SGLang 0.5.23, or it aborted the request")
-    spec = fields.get("spec_tokens_details") or {}
+                on_text(piece)
     return Answer(
-        text=text,
-        token_ids=list(fields["output_ids"][0]),
+        text="".join(pieces),
         finish_reason=finish_reason,
-        verify_steps=int(spec.get("spec_verify_ct", 0)),
-        accepted_drafts=int(spec.get("spec_num_correct_drafts", 0)),
+        seconds=time.perf_counter() - begin,
         first_token_seconds=first,
-        seconds=seconds,
+        **_extensions(extended),
     )
 
 
-def ask_together(url: str, prompts: Sequence[Messages], max_tokens: int, *, stream: bool = True) -> list[Answer]:
+def _request(messages: Messages, max_tokens: int, **extra: bool) -> dict[str, Any]:
+    return {
+        "model": "default",  # SGLang serves one model, whatever the name
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "extra_body": {**_EXTENSIONS, **extra},
+    }
+
+
+def _extensions(extended: Any) -> dict[str, Any]:
+    """Token ids and verify counts from the response, or the chunk, that carries SGLang's extension fields."""
+    fields = getattr(extended, "sglext", None)
+    if not fields or not fields.get("output_ids"):
+        raise ValueError("the answer carries no token ids: the request was aborted, or the server is not SGLang 0.5.23")
+    spec = fields.get("spec_tokens_details") or {}
+    return {
+        "token_ids": list(fields["output_ids"][0]),
+        "verify_steps": int(spec.get("spec_verify_ct", 0)),
+        "accepted_drafts": int(spec.get("spec_num_correct_drafts", 0)),
+    }
+
+
+def ask_together(url: str, prompts: Sequence[Messages], max_tokens: int) -> list[Answer]:
     """Send all ``prompts`` at once and wait for all answers, in the order of the prompts."""
 
     async def send() -> list[Answer]:
         async with connect(url) as client:
-            return await asyncio.gather(*(ask(client, messages, max_tokens, stream=stream) for messages in prompts))
+            return await asyncio.gather(*(ask(client, messages, max_tokens) for messages in prompts))
 
     return asyncio.run(send())

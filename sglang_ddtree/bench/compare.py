@@ -7,6 +7,7 @@ prompt: B C A, ...), so that whatever else the machine does meets all arms alike
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Load:
     other_cores: float
 
 
+def interleaved(columns: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The prompt sets in turn: code, maths, chat, code, ..."""
+    return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
+
+
 def start_arm(arm: Arm, setting: Setting, log_dir: Path, say: Say, port: int | None = None) -> server.Server:
     """Start one arm's server; its log is ``log_dir/ARM.log``."""
     say(f"{arm.label}: starting the server")
@@ -101,7 +107,7 @@ def take_turns(
     """Every prompt to every running server, ``concurrency`` at once; a warm-up request first, not measured."""
     batches = [tuple(prompts[i : i + setting.concurrency]) for i in range(0, len(prompts), setting.concurrency)]
     for one in up.values():
-        client.ask_together(one.url, [p.messages for p in batches[0]], WARM_UP_TOKENS, stream=False)
+        client.ask_together(one.url, [p.messages for p in batches[0]], WARM_UP_TOKENS)
     arms = list(up)
     turns: list[Turn] = []
     begin, busy, ours = time.monotonic(), machine.busy_seconds(), _our_seconds(up)
@@ -123,7 +129,8 @@ def take_turns(
 def take_turn(
     arm: Arm, one: server.Server, group: int, number: int, batch: tuple[Prompt, ...], setting: Setting
 ) -> Turn:
-    answers = client.ask_together(one.url, [p.messages for p in batch], setting.max_tokens, stream=False)
+    answers = client.ask_together(one.url, [p.messages for p in batch], setting.max_tokens)
+    spans = [answer.decode_span for answer in answers if answer.decode_span is not None]
     return Turn(
         arm=arm,
         group=group,
@@ -131,7 +138,7 @@ def take_turn(
         prompts=batch,
         answers=tuple(answers),
         seconds=max(answer.seconds for answer in answers),
-        decode_seconds=max(a.finished_at for a in answers) - min(a.prefilled_at for a in answers),
+        decode_seconds=max(end for _, end in spans) - min(begin for begin, _ in spans),
     )
 
 

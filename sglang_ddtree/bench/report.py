@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Spread:
     def __str__(self) -> str:
         if self.low == self.high:
             return f"{self.median:.2f}"
-        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,37 @@ def table(found: Sequence[Row]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{value:.2f}"
 
 
-def write_json(path: Path, head: dict[str, Any], parts: dict[str, Sequence[Turn]]) -> None:
+def markdown(head: dict[str, Any], parts: Mapping[str, Sequence[Turn]]) -> str:
+    """The whole result as a page."""
+    facts, settings = head["machine"], head["settings"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    lines = [
+        "# AR, DFLASH and DDTREE on a CPU",
+        "",
+        f"`{head['command'].strip()}`, {facts['date']}, {head['minutes']} minutes.",
+        "",
+        f"- Machine: {facts['cpu']}, {facts['usable_cores']} usable cores, {facts['memory_gb']} GB; "
+        f"{facts['torch_threads']} torch thread(s), {facts['torch_cpu_capability']}",
+        f"- Python {facts['python']}, {versions}; commit {facts['commit']}",
+        f"- {settings['rounds']} rounds in turns, {settings['concurrency']} request(s) at a time, greedy, at most "
+        f"{settings['tokens']} tokens, {settings['prompts']} {settings['split']} prompts of each set; "
+        f"{head['servers_at_once']} servers fitted into memory at once",
+        "- tokens/s: median over the rounds (smallest to largest), prefill included; ratios are taken round by round",
+        "- acceptance length: answer tokens after the first per verify step (the first comes from the prefill; drafts "
+        "accepted past the end of an answer do not count)",
+        "- verify steps: for all prompts of a round; AR's are its decode steps",
+        "",
+    ]
+    for dtype, turns in parts.items():
+        others = ", ".join(f"{load['other_cores']:.1f}" for load in head["load"][dtype])
+        lines += [f"## {dtype}", "", table(rows(turns)), f"Cores kept busy by other programs meanwhile: {others}.", ""]
+    return "\n".join(lines)
+
+
+def write_json(path: Path, head: dict[str, Any], parts: Mapping[str, Sequence[Turn]]) -> None:
     """Everything measured: the head, the rows and every single request, by dtype."""
     result = {
         **head,

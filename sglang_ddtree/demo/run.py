@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -19,14 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from openai import OpenAIError
+
 from sglang_ddtree.bench import client, compare, machine, report, server
-from sglang_ddtree.bench.arms import AR, DFLASH, Arm
+from sglang_ddtree.bench.arms import AR, DFLASH, DRAFTER, Arm, Stint
 from sglang_ddtree.bench.prompts import SETS, Prompt, load_prompts
 from sglang_ddtree.config import DEFAULT_BUDGET_CPU, MAX_BUDGET
 from sglang_ddtree.demo.model import prepare_target
 from sglang_ddtree.demo.packages import PackageError
 
-DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-dflash-b8"
 QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it in one sentence."
 
 _BEGIN = time.monotonic()
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _stop)
     try:
         return demo(options)
-    except (server.ServerError, PackageError, FileNotFoundError) as error:
+    except (server.ServerError, PackageError, FileNotFoundError, OpenAIError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__.split("\n\n")[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     parser.add_argument("--budget", type=int, default=DEFAULT_BUDGET_CPU, help="tree nodes; default %(default)s")
-    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="prompts to compare on; default %(default)s")
+    parser.add_argument("--prompts", type=int, default=6, metavar="N", help="to compare on; default %(default)s")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens per answer; default %(default)s")
     parser.add_argument("--port", type=int, help="of the DDTREE server; default: a free one")
     parser.add_argument("--keep", action="store_true", help="leave the DDTREE server running and say how to use it")
@@ -88,23 +88,27 @@ def demo(options: argparse.Namespace) -> int:
     log_dir = Path(tempfile.mkdtemp(prefix="ddtree-demo-"))
     ddtree = Arm("DDTREE", options.budget)
     say(f"server logs are in {log_dir}")
-    with contextlib.ExitStack() as others, contextlib.ExitStack() as kept:
-        # `kept` is closed last: what stops the DDTREE server, unless --keep takes it over at the end.
-        running = compare.start_arm(ddtree, setting, log_dir, say, options.port)
-        kept.callback(running.stop)
-        stream_answer(running.url, options.tokens)
-
-        up = {}
+    together = machine.servers_that_fit() >= 3
+    turns: list[compare.Turn] = []
+    if not together:
+        say("not enough free memory for three servers: one after the other")
         for arm in (AR, DFLASH):
-            up[arm] = compare.start_arm(arm, setting, log_dir, say)
-            others.callback(up[arm].stop)
-        up[ddtree] = running
-        say(f"comparing on {len(prompts)} prompts x {options.tokens} tokens, one arm at a time")
-        turns, load = compare.take_turns(up, setting, prompts, say)
-        say("stopping the servers")
-        others.close()
+            turns += compare.run_stint(Stint((arm,), (0,), 0), setting, prompts, log_dir, say)[0]
+    with contextlib.ExitStack() as stack:
+        running = compare.start_arm(ddtree, setting, log_dir, say, options.port)
+        stack.callback(running.stop)
+        stream_answer(running.url, options.tokens)
+        up = {ddtree: running}
+        with contextlib.ExitStack() as others:
+            for arm in (AR, DFLASH) if together else ():
+                up[arm] = compare.start_arm(arm, setting, log_dir, say)
+                others.callback(up[arm].stop)
+            say(f"{', '.join(arm.label for arm in up)}: {len(prompts)} prompts x {options.tokens} tokens, in turns")
+            found, load = compare.take_turns(up, setting, prompts, say)
+            turns += found
+            say("stopping the servers")
         if options.keep:
-            kept.pop_all()
+            stack.pop_all()
     print_results(turns, load, setting)
     differ = report_differences(turns, [DFLASH, ddtree], options.dtype)
     if options.keep:
@@ -115,9 +119,7 @@ def demo(options: argparse.Namespace) -> int:
 def mixed_prompts(count: int) -> list[Prompt]:
     """Held-out prompts, the sets in turn: code, maths, chat, code, ..."""
     say("reading the held-out prompts (HumanEval, GSM8K, MT-bench)")
-    columns = [load_prompts(name, "heldout") for name in SETS]
-    mixed = [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
-    return mixed[:count]
+    return compare.interleaved([load_prompts(name, "heldout") for name in SETS])[:count]
 
 
 def choose_threads() -> int:
@@ -134,7 +136,7 @@ def stream_answer(url: str, tokens: int) -> None:
     async def run() -> client.Answer:
         async with client.connect(url) as openai_client:
             messages = [{"role": "user", "content": QUESTION}]
-            return await client.ask(openai_client, messages, max(tokens, 96), on_text=_print_now)
+            return await client.ask_streaming(openai_client, messages, max(tokens, 96), _print_now)
 
     print(f"\nUser: {QUESTION}\n\nDDTREE: ", end="", flush=True)
     answer = asyncio.run(run())

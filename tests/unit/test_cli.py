@@ -97,7 +97,7 @@ def fake_sglang(monkeypatch, no_accelerator):
         return call
 
     for package in ("sglang", "sglang.srt"):
-        module(package)
+        module(package, __spec__=types.SimpleNamespace())
     module("sglang.srt.plugins", load_plugins=step("plugins", lambda: None))
     module("sglang.srt.server_args", prepare_server_args=step("prepare", lambda argv: calls.prepare(argv)))
     module("sglang.launch_server", run_server=step("run", lambda args: calls.run(args)))
@@ -126,6 +126,13 @@ def raising(error):
         raise error
 
     return call
+
+
+def test_sglang_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["serve", "m"]) == 2
+    (line,) = error_lines(capsys)
+    assert line.startswith("sglang-ddtree: error: SGLang is not installed: ") and "pip install" in line
 
 
 def error_lines(capsys):
