@@ -2,12 +2,13 @@
 """Check on a CPU that DDTREE's and DFLASH's greedy tokens equal plain decoding's, over the whole matrix of settings.
 
 Serves the demo model in fp32 once per setting: AR for the reference, DFLASH and DDTREE (budgets 7 and 32) with overlap
-scheduling on and off and page sizes 1 and 16. Each server answers the same real prompts one at a time, then eight at a
-time with its prefix cache emptied in between, then a second turn of each conversation, whose cached prefix includes
+scheduling on and off and page sizes 1 and 16. Each server answers the same real prompts in three phases: one at a time;
+eight at a time, its prefix cache emptied in between; a second turn of each conversation, whose cached prefix includes
 what the server itself generated. Every answer is compared with AR's, token by token and with its finish reason.
 
     $(scripts/env.sh)/bin/python scripts/check_lossless.py                     # everything
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --only 'DDTREE 7'   # a part (a regular expression)
+    $(scripts/env.sh)/bin/python scripts/check_lossless.py --phases 2,3        # not one at a time, which is slow
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --resume            # what an earlier run has not done
 
 Writes docs/results/NAME.json and NAME.md after every setting. Exit status 1 on any difference.
@@ -33,7 +34,8 @@ from sglang_ddtree.cpu import threads
 from sglang_ddtree.demo.model import prepare_target
 
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = ("one at a time", "eight at once", "second turn, eight at once")
+PHASES = {"1": "one at a time", "2": "eight at once", "3": "second turn, eight at once"}
+LOGS = Path(tempfile.gettempdir()) / "check-lossless"
 
 
 @dataclass(frozen=True)
@@ -65,52 +67,63 @@ class Setting:
 REFERENCE = Setting("AR")
 MATRIX = [
     Setting(algorithm, budget, overlap, page)
-    for algorithm, budget in (("DDTREE", 7), ("DDTREE", 32), ("DFLASH", None))
     for overlap, page in ((True, 1), (False, 16), (True, 16), (False, 1))
+    for algorithm, budget in (("DDTREE", 7), ("DDTREE", 32), ("DFLASH", None))
 ]
+
+
+@dataclass
+class Job:
+    """What one call of the script asks, and the report that it fills.
+
+    Attributes:
+        asked: the questions of each phase; those of the third need AR's answers first.
+        expected: AR's answers to them, each asked alone (phase 3: eight at once).
+    """
+
+    options: argparse.Namespace
+    model: Path
+    drafter: Path
+    asked: dict[str, list[Question]]
+    expected: dict[str, list[Output]]
+    report: dict[str, Any]
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        tokens = self.options.tokens
+        return {"1": tokens, "2": tokens, "3": max(8, tokens // 3)}
 
 
 def main() -> int:
     options = parse_options()
     model = prepare_target()
-    drafter = options.drafter.resolve()
     tokenizer = lossless.load_tokenizer(model)
     asked = lossless.questions(tokenizer, options.prompts)
-    chosen = [setting for setting in MATRIX if re.search(options.only, setting.name)]
-    done = load(options.out) if options.resume else {}
-    report: dict[str, Any] = {
+    report = {
         "command": " ".join(["scripts/check_lossless.py", *sys.argv[1:]]),
         "machine": machine.facts(threads.choose().count),
         "drafter": str(options.drafter),
         "prompts": len(asked),
         "tokens": options.tokens,
-        "settings": dict(done),
+        "settings": {},
     }
-    say(f"{len(asked)} prompts x {options.tokens} tokens, {len(chosen)} settings and the AR reference")
+    if options.resume and options.out.exists():
+        earlier = json.loads(options.out.read_text(encoding="utf-8"))
+        if (earlier["prompts"], earlier["tokens"]) != (len(asked), options.tokens):
+            raise SystemExit(f"{options.out} is of another number of prompts or tokens: give another --out")
+        report["settings"] = earlier["settings"]
+    job = Job(options, model, options.drafter.resolve(), {"1": asked, "2": asked}, {}, report)
 
-    reference = reusable(done, REFERENCE.name, asked, options.tokens)
-    if reference is None:
-        reference = measure(REFERENCE, options, model, drafter, tokenizer, asked, None)
-        report["settings"] = {}
-    turn_two = lossless.follow_ups(tokenizer, asked, reference[0])
-    add(report, REFERENCE, reference, reference, [asked, asked, turn_two], None)
-    save(report, options.out)
-    for setting in chosen:
-        if setting.name in report["settings"]:
-            say(f"{setting.name}: done before")
-            continue
-        begin = time.monotonic()
-        outputs = measure(setting, options, model, drafter, tokenizer, asked, turn_two)
-        add(report, setting, reference, outputs, [asked, asked, turn_two], time.monotonic() - begin)
-        save(report, options.out)
-        say(f"{setting.name}: {summary(report['settings'][setting.name])}")
-
-    different = [d for entry in report["settings"].values() for d in entry["differences"]]
-    if different and not all("gap" in d for d in different):
-        measure_gaps(report, options, model, drafter, [asked, asked, turn_two], reference)
-        save(report, options.out)
+    # AR always has all phases: they are what the others are compared with.
+    run_setting(job, REFERENCE, list(PHASES), tokenizer)
+    phases = [phase for phase in options.phases.split(",") if phase in PHASES]
+    for setting in MATRIX:
+        if re.search(options.only, setting.name):
+            run_setting(job, setting, phases, tokenizer)
+    measure_gaps(job)
+    save(job)
     print(table(report))
-    return 1 if different else 0
+    return 1 if any(result["differences"] for entry in report["settings"].values() for result in entry.values()) else 0
 
 
 def parse_options() -> argparse.Namespace:
@@ -118,6 +131,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96, help="of each answer; the second turn has a third as many")
     parser.add_argument("--only", default="", metavar="REGEX", help="settings to run, by name (AR always runs)")
+    parser.add_argument("--phases", default="1,2,3", help="; ".join(f"{k}: {v}" for k, v in PHASES.items()))
     parser.add_argument("--list", action="store_true", help="print the settings and stop")
     parser.add_argument("--resume", action="store_true", help="keep what the output file already has")
     parser.add_argument("--drafter", type=Path, default=ROOT / "drafters/smollm2-135m-dflash-b8")
@@ -130,161 +144,134 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def measure(
-    setting: Setting,
-    options: argparse.Namespace,
-    model: Path,
-    drafter: Path,
-    tokenizer: Any,
-    asked: list[Question],
-    turn_two: list[Question] | None,
-) -> list[list[Output]]:
-    """The outputs of one server's three phases; AR, which comes first, makes its own second turn."""
-    log = Path(tempfile.gettempdir()) / "check-lossless" / f"{re.sub('[^A-Za-z0-9]+', '-', setting.name)}.log"
-    say(f"{setting.name}: starting, log {log}")
-    with running(setting.flags(model, drafter), log=log) as server:
-        say(f"{setting.name}: answers after {server.start_seconds:.0f} s")
-        phases = [timed(server, asked, options.tokens, 1)]
+def run_setting(job: Job, setting: Setting, phases: list[str], tokenizer: Any) -> None:
+    """Serve one setting and run those of its phases that the report lacks."""
+    entry = job.report["settings"].setdefault(setting.name, {})
+    if setting == REFERENCE:
+        job.expected = {phase: [Output(**o) for o in result["outputs"]] for phase, result in entry.items()}
+    missing = [phase for phase in phases if phase not in entry]
+    if missing:
+        log = LOGS / f"{re.sub('[^A-Za-z0-9]+', '-', setting.name)}.log"
+        say(f"{setting.name}: starting, log {log}")
+        with running(setting.flags(job.model, job.drafter), log=log, timeout=1200) as server:
+            say(f"{setting.name}: answers after {server.start_seconds:.0f} s")
+            for phase in missing:
+                run_phase(job, setting, server, phase, tokenizer)
+                save(job)
+    if setting == REFERENCE and "3" not in job.asked:
+        job.asked["3"] = lossless.follow_ups(tokenizer, job.asked["1"], job.expected["1"])
+
+
+def run_phase(job: Job, setting: Setting, server: Server, phase: str, tokenizer: Any) -> None:
+    if phase == "2":
         server.post("/flush_cache", {})
-        phases.append(timed(server, asked, options.tokens, 8))
-        turn_two = turn_two or lossless.follow_ups(tokenizer, asked, phases[0])
-        phases.append(timed(server, turn_two, max(8, options.tokens // 3), 8))
-    return phases
-
-
-def timed(server: Server, asked: list[Question], tokens: int, concurrency: int) -> list[Output]:
+    if phase == "3" and setting == REFERENCE:
+        job.asked["3"] = lossless.follow_ups(tokenizer, job.asked["1"], job.expected["1"])
+    asked = job.asked[phase]
     begin = time.monotonic()
-    outputs = lossless.generate_all(server, asked, tokens, concurrency)
-    total = sum(len(output.ids) for output in outputs)
-    say(f"  {total} tokens at concurrency {concurrency} in {time.monotonic() - begin:.0f} s")
-    return outputs
-
-
-def add(
-    report: dict[str, Any],
-    setting: Setting,
-    reference: list[list[Output]],
-    outputs: list[list[Output]],
-    asked: list[list[Question]],
-    seconds: float | None,
-) -> None:
-    """Compare with AR one at a time (the second turn with AR's own)."""
-    expected = [reference[0], reference[0], reference[2]]
-    differences = []
-    identical = []
-    for phase, (want, got) in enumerate(zip(expected, outputs, strict=True)):
-        parts = [lossless.first_difference(a, b) for a, b in zip(want, got, strict=True)]
-        same = [p is None and a.finish == b.finish for p, a, b in zip(parts, want, got, strict=True)]
-        identical.append(sum(same))
-        differences += [
-            {
-                "phase": phase,
-                "prompt": asked[phase][i].id,
-                "index": i,
-                "first": parts[i],
-                "finish": [a.finish, b.finish],
-            }
-            for i, (a, b) in enumerate(zip(want, got, strict=True))
-            if not same[i]
-        ]
-    report["settings"][setting.name] = {
-        "identical": identical,
-        "tokens": [sum(len(o.ids) for o in phase) for phase in outputs],
-        "acceptance": lossless.acceptance_length([o for phase in outputs for o in phase]),
-        "cached": [sum(o.cached_tokens for o in phase) for phase in outputs],
-        "hits": [sum(o.cached_tokens > 0 for o in phase) for phase in outputs],
+    outputs = lossless.generate_all(server, asked, job.tokens[phase], 1 if phase == "1" else 8)
+    seconds = time.monotonic() - begin
+    if setting == REFERENCE:
+        job.expected[phase] = outputs
+    expected = job.expected["1" if phase == "2" else phase]
+    result = {
+        "differences": differences(asked, expected, outputs),
+        "tokens": sum(len(output.ids) for output in outputs),
+        "acceptance": lossless.acceptance_length(outputs),
+        "cached": sum(output.cached_tokens for output in outputs),
         "seconds": seconds,
-        "differences": differences,
     }
     if setting == REFERENCE:  # for a resumed run
-        report["settings"][setting.name]["outputs"] = [[asdict(o) for o in phase] for phase in outputs]
+        result["outputs"] = [asdict(output) for output in outputs]
+    job.report["settings"][setting.name][phase] = result
+    say(
+        f"{setting.name}, {PHASES[phase]}: {len(asked) - len(result['differences'])} of {len(asked)} identical, "
+        f"{result['tokens']} tokens, {result['cached']} cached, {seconds:.0f} s"
+    )
 
 
-def measure_gaps(
-    report: dict[str, Any],
-    options: argparse.Namespace,
-    model: Path,
-    drafter: Path,
-    asked: list[list[Question]],
-    reference: list[list[Output]],
-) -> None:
+def differences(asked: list[Question], expected: list[Output], outputs: list[Output]) -> list[dict[str, Any]]:
+    """The answers that are not AR's: where they part (None: only the finish reason differs)."""
+    found = []
+    for question, want, got in zip(asked, expected, outputs, strict=True):
+        first = lossless.first_difference(want, got)
+        if first is not None or want.finish != got.finish:
+            found.append(
+                {"prompt": question.id, "first": first, "expected": asdict(want), "got": asdict(got)},
+            )
+    return found
+
+
+def measure_gaps(job: Job) -> None:
     """For every difference, how far apart the target's two best logits are just there."""
-    log = Path(tempfile.gettempdir()) / "check-lossless" / "gaps.log"
-    with running(REFERENCE.flags(model, drafter), log=log) as server:
-        for entry in report["settings"].values():
-            for difference in entry["differences"]:
-                if difference["first"] is None:
-                    difference["gap"] = None
-                    continue
-                phase, index = difference["phase"], difference["index"]
-                answer = reference[2 if phase == 2 else 0][index].ids[: difference["first"]]
-                body = {
-                    "input_ids": asked[phase][index].input_ids + answer,
-                    "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-                    "return_logprob": True,
-                    "top_logprobs_num": 2,
-                }
-                best, second = server.post("/generate", body)["meta_info"]["output_top_logprobs"][0]
-                difference["gap"] = best[0] - second[0]
-                difference["best_two"] = [best[1], second[1]]
+    open_ones = [
+        (phase, difference)
+        for entry in job.report["settings"].values()
+        for phase, result in entry.items()
+        for difference in result["differences"]
+        if difference["first"] is not None and "gap" not in difference
+    ]
+    if not open_ones:
+        return
+    with running(REFERENCE.flags(job.model, job.drafter), log=LOGS / "gaps.log") as server:
+        for phase, difference in open_ones:
+            prompt = next(q for q in job.asked[phase] if q.id == difference["prompt"]).input_ids
+            body = {
+                "input_ids": prompt + difference["expected"]["ids"][: difference["first"]],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+                "return_logprob": True,
+                "top_logprobs_num": 2,
+            }
+            best, second = server.post("/generate", body)["meta_info"]["output_top_logprobs"][0]
+            difference.update(gap=best[0] - second[0], best_two=[best[1], second[1]])
 
 
-def reusable(done: dict[str, Any], name: str, asked: list[Question], tokens: int) -> list[list[Output]] | None:
-    """The outputs of an earlier run with the same prompts and length."""
-    if name not in done:
-        return None
-    outputs = [[Output(**o) for o in phase] for phase in done[name]["outputs"]]
-    return outputs if len(outputs[0]) == len(asked) else None
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))["settings"] if path.exists() else {}
-
-
-def save(report: dict[str, Any], path: Path) -> None:
+def save(job: Job) -> None:
+    report, path = job.report, job.options.out
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report) + "\n", encoding="utf-8")
     facts = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     path.with_suffix(".md").write_text(
         "# DDTREE and DFLASH against plain decoding: greedy tokens, fp32, CPU\n\n"
-        f"`{report['command']}`, {facts['date']}, commit {facts['commit']}\n\n"
+        f"`{report['command']}`, {facts['date']}, commit {facts['commit']}, drafter {report['drafter']}\n\n"
         f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['torch_threads']} torch threads; {versions}.\n\n"
-        f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most; the second turn of each "
-        "conversation has a third as many, and its cached prefix includes what the server generated. *Identical*: "
-        f"equal token ids and finish reason, in the three phases ({'; '.join(PHASES)}). *Cached*: prompt tokens that "
-        "came from the prefix cache. Seconds are of the whole setting, on a machine with other work: not a benchmark.\n\n"
-        + table(report)
-        + "\n",
+        f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most, in three phases: "
+        f"{'; '.join(PHASES.values())}. The second turn of each conversation has a third as many tokens, and its "
+        "cached prefix includes what the server generated. *Identical*: token ids and finish reason are those of plain "
+        "decoding, one request at a time. *Cached*: prompt tokens that came from the prefix cache. Seconds are those "
+        "of a machine with other work: not a benchmark.\n\n" + table(report) + "\n",
         encoding="utf-8",
     )
 
 
 def table(report: dict[str, Any]) -> str:
     rows = [
-        "| setting | identical | first difference | tokens | acceptance | cached | seconds |",
+        f"| setting | identical of {report['prompts']} | first difference | tokens | acceptance | cached | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, entry in report["settings"].items():
-        first = min(entry["differences"], key=lambda d: d["first"] or 0, default=None)
-        shown = "none"
-        if first is not None:
-            gap = f", logit gap {first['gap']:.2e}" if first.get("gap") is not None else ""
-            shown = f"{first['prompt']} at {first['first']} ({PHASES[first['phase']]}){gap}"
-        acceptance = "-" if entry["acceptance"] is None else f"{entry['acceptance']:.2f}"
-        seconds = "-" if entry["seconds"] is None else f"{entry['seconds']:.0f}"
-        identical, tokens, cached = (slashed(entry[key]) for key in ("identical", "tokens", "cached"))
-        identical += f" of {report['prompts']}"
-        rows.append(f"| {name} | {identical} | {shown} | {tokens} | {acceptance} | {cached} | {seconds} |")
+        identical = slashed(entry, lambda result: str(report["prompts"] - len(result["differences"])))
+        tokens = slashed(entry, lambda result: str(result["tokens"]))
+        acceptance = slashed(entry, lambda result: f"{result['acceptance']:.2f}" if result["acceptance"] else "-")
+        cached = slashed(entry, lambda result: str(result["cached"]))
+        seconds = slashed(entry, lambda result: f"{result['seconds']:.0f}")
+        rows.append(f"| {name} | {identical} | {earliest(entry)} | {tokens} | {acceptance} | {cached} | {seconds} |")
     return "\n".join(rows)
 
 
-def slashed(numbers: list[int]) -> str:
-    return " / ".join(map(str, numbers))
+def earliest(entry: dict[str, Any]) -> str:
+    """The difference nearest to the start of an answer, in words."""
+    every = [(d["first"] or 0, phase, d) for phase, result in entry.items() for d in result["differences"]]
+    if not every:
+        return "none"
+    first, phase, difference = min(every, key=lambda item: item[:2])
+    gap = f", logit gap {difference['gap']:.2e}" if "gap" in difference else ""
+    return f"{difference['prompt']} at {first} ({PHASES[phase]}){gap}"
 
 
-def summary(entry: dict[str, Any]) -> str:
-    return f"identical {entry['identical']}, acceptance {entry['acceptance'] or 0:.2f}, cached {entry['cached']}"
+def slashed(entry: dict[str, Any], show: Any) -> str:
+    return " / ".join(show(entry[phase]) if phase in entry else "-" for phase in PHASES)
 
 
 def say(text: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import config as settings
@@ -152,7 +151,6 @@ def _check_drafter_files(
     return check_pair(draft_dir, resolve_model_dir(target, target_revision), overrides)
 
 
-@register_resolution_hook("handle_speculative_decoding")
 def check_drafter_first(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs before SGLang's step of that name, which reads the drafter's config before it asks the algorithm.
 

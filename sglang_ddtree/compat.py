@@ -76,7 +76,7 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py worker.py", signature=""),
     Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
-    Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "algorithm.py", signature="name"),
+    Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "plugin.py", signature="name"),
     Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
     Name(
         "sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks.py", signature="target hook hook_type source"
@@ -101,6 +101,9 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name(_DFLASH + ":DFlashWorkerV2.init_attention_backends", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2.init_cuda_graphs", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2.prewarm_sampling", "worker.py", signature="self"),
+    Name("sglang.srt.model_executor.model_runner:ModelRunner.prewarm_sampling", "worker.py", signature="self"),
+    Name("sglang.srt.model_executor.model_runner:SamplingPrewarmResult", "worker.py"),
     Name(_DFLASH + ":DFlashWorkerV2._defer_target_verify_gather", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2._maybe_build_draft_sampler", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2._validate_phase1_sampling_support", "worker.py", signature="self batch"),
@@ -215,6 +218,14 @@ CONTRACT: tuple[Name, ...] = (
     # Slots
     Name("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "hooks.py", signature=""),
     Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size", "hooks.py", signature=""),
+    Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_len_per_decode", "hooks.py", signature=""),
+    # Requests
+    Name(
+        "sglang.srt.managers.schedule_batch:Req.update_finish_state",
+        "hooks.py",
+        signature="self new_accepted_len",
+        attributes="output_ids grammar finished",
+    ),
     Name(
         _KERNELS + ".cache_locs:assign_extend_cache_locs_uniform_func",
         "worker.py",

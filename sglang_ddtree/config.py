@@ -91,9 +91,7 @@ def parse_budget(text: str, source: str) -> int:
 
 def check_budget(budget: int, source: str) -> int:
     if not 1 <= budget <= MAX_BUDGET:
-        raise DDTreeError(
-            f"{source} must be between 1 and {MAX_BUDGET} (tree nodes below the root), got {budget}."
-        )
+        raise DDTreeError(f"{source} must be between 1 and {MAX_BUDGET} (tree nodes below the root), got {budget}.")
     return budget
 
 
@@ -147,8 +145,7 @@ def resolve_block_size(flag: int | None, drafter: int | None) -> int:
         )
     if drafter is not None and flag is not None and drafter != flag:
         raise DDTreeError(
-            f"--speculative-dflash-block-size {flag} differs from the drafter's block_size {drafter}; "
-            "drop the flag."
+            f"--speculative-dflash-block-size {flag} differs from the drafter's block_size {drafter}; drop the flag."
         )
     block_size = drafter if drafter is not None else flag
     assert block_size is not None

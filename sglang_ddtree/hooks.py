@@ -86,14 +86,45 @@ COMMAND_LINE = (
 
 
 def _row_headroom(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    extra = original(*args, **kwargs)
-    if not _ddtree_is_running():
-        return extra
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size
     from sglang.srt.runtime_context import get_spec
 
+    extra = original(*args, **kwargs)
+    spec = get_spec()
+    if spec.speculative_algorithm == "DDTREE":
+        window = DDTreeConfig.from_spec(spec).window
+    elif spec.speculative_algorithm == "DFLASH":
+        window = int(spec.speculative_num_draft_tokens)
+    else:
+        return extra
     # prepare_for_decode reserves up to two windows past the committed length, rounded up to a page.
-    return max(extra, 2 * DDTreeConfig.from_spec(get_spec()).window + get_alloc_page_size() - 1)
+    return max(extra, 2 * window + get_alloc_page_size() - 1)
+
+
+def _slots_per_step(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    if not _ddtree_is_running():
+        return original(*args, **kwargs)
+    from sglang.srt.runtime_context import get_spec
+
+    return DDTreeConfig.from_spec(get_spec()).window
+
+
+def finish_token_by_token(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """End a request at the first of a step's tokens that ends it, as plain decoding would.
+
+    All tokens stay in ``output_ids``, because their keys and values are committed; ``finished_len`` cuts the answer.
+    """
+    # A grammar's state is already that of the whole run, and SGLang has cut the run where the grammar ended.
+    if new_accepted_len <= 1 or req.grammar is not None:
+        return original(req, new_accepted_len)
+    output = req.output_ids
+    later = output[len(output) - new_accepted_len + 1 :]
+    del output[len(output) - new_accepted_len + 1 :]
+    original(req, 1)
+    while later and not req.finished():
+        output.append(later.pop(0))
+        original(req, 1)
+    output.extend(later)
 
 
 def _dummy_verify_input(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +165,20 @@ ENGINE = (
         "SGLang writes into the next request's row",
     ),
     Hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode",
+        _slots_per_step,
+        "around",
+        "SGLang foresees max(depth * top-k, Q) slots for a step; where the draft block is wider, a full pool ends in "
+        "an allocation error instead of a retracted request, and where it is narrower, requests are retracted early",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        finish_token_by_token,
+        "around",
+        "SGLang looks for stop strings in all of a step's tokens first, so one behind the end of sequence, a stop "
+        "token or another stop string would win, and the answer would differ from plain decoding",
+    ),
+    Hook(
         "sglang.srt.speculative.spec_info.create_dummy_verify_input",
         _dummy_verify_input,
         "around",
@@ -158,8 +203,10 @@ ENGINE = (
 # --- CPU platform ---
 
 
-def _keep_embedding_dtype(original: Callable[..., dict], model_runner: Any, forward_batch: Any, *args: Any, **kw: Any):  # type: ignore[no-untyped-def,type-arg]
-    result = original(model_runner, forward_batch, *args, **kw)
+def _keep_embedding_dtype(
+    original: Callable[..., dict[str, Any]], model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    result = original(model_runner, forward_batch, *args, **kwargs)
     if forward_batch.input_embeds is not None:
         result["input_embeds"] = forward_batch.input_embeds.to(model_runner.dtype)
     return result
@@ -170,7 +217,9 @@ def _draft_attention_init(original: Callable[..., None], module: Any, *args: Any
     module.use_table_qk_norm_rope = False
 
 
-def _greedy_draft_head(original: Callable[..., Any], worker: Any, *, hidden_states: Any, lm_head: Any, **kw: Any) -> Any:
+def _greedy_draft_head(
+    original: Callable[..., Any], worker: Any, *, hidden_states: Any, lm_head: Any, **kw: Any
+) -> Any:
     from sglang_ddtree.cpu.linear import PackedHeadMethod
 
     if isinstance(getattr(lm_head, "quant_method", None), PackedHeadMethod):
@@ -193,6 +242,13 @@ def _cpu_op(name: str) -> Callable[..., Any]:
 _TRITON_ONLY = "a Triton or CUDA kernel in SGLang; this is the same operation in torch"
 
 CPU = (
+    Hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        _row_headroom,
+        "around",
+        "stock DFLASH has the same short rows, and this platform's slot writer raises where SGLang's kernel writes "
+        "into the next row: a request that reaches the context limit would end the server",
+    ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         _cpu_op("assign_req_to_token_pool_func"),

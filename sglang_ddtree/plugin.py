@@ -28,12 +28,14 @@ def register() -> None:
         _register_refusal(reason)
         return
 
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from sglang_ddtree import hooks
-    from sglang_ddtree.algorithm import DDTreeAlgorithm, worker_class
+    from sglang_ddtree.algorithm import DDTreeAlgorithm, check_drafter_first, worker_class
 
     SpeculativeAlgorithm.register("DDTREE", supports_overlap=True, spec_class=DDTreeAlgorithm)(worker_class)
+    register_resolution_hook("handle_speculative_decoding")(check_drafter_first)
     hooks.register(hooks.COMMAND_LINE)
     if os.environ.get(ACTIVE_ENV) == "1":
         hooks.register(hooks.ENGINE)

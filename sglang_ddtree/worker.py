@@ -91,9 +91,7 @@ class DDTreeWorker(DFlashWorkerV2):
         # DFLASH warns here that it answers sampled requests greedily; DDTREE samples them.
         return None
 
-    def _make_next_draft_input_prefill(
-        self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor
-    ) -> DDTreeDraftInput:
+    def _make_next_draft_input_prefill(self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
         return _draft_input(bonus_tokens, seq_lens)
 
     def _make_next_draft_input_decode(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 Messages = Sequence[dict[str, str]]
 
@@ -49,7 +49,9 @@ class Answer:
 
 def connect(url: str, timeout: float = 600) -> AsyncOpenAI:
     """A client for the server at ``url`` that never repeats a request on its own (that would spoil the times)."""
-    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
+    # trust_env: a server on this machine is never reached through a proxy.
+    http = DefaultAsyncHttpxClient(trust_env=False)
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0, http_client=http)
 
 
 async def ask(client: AsyncOpenAI, messages: Messages, max_tokens: int) -> Answer:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sglang_ddtree.bench import client, machine, server
 from sglang_ddtree.bench.arms import Arm, Stint, common_flags
@@ -61,6 +64,20 @@ class Load:
 
     busy_cores: float
     other_cores: float
+
+
+def stop_on_signals(say: Say) -> None:
+    """Let Ctrl-C, TERM and HUP end this program through its ``finally`` clauses, which stop the servers; once only."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: object) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        say(f"{signal.Signals(number).name}: stopping whatever runs")
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, stop)
 
 
 def interleaved(columns: Sequence[Sequence[Prompt]]) -> list[Prompt]:
@@ -120,7 +137,8 @@ def take_turns(
             row = [take_turn(arm, up[arm], group, number, batch, setting) for arm in arms[shift:] + arms[:shift]]
             turns.extend(row)
             times = ", ".join(f"{turn.arm.label} {turn.seconds:.1f} s" for turn in row)
-            say(f"round {number + 1}, prompts {(index + 1) * len(batch)} of {len(prompts)}: {times}")
+            done = min((index + 1) * setting.concurrency, len(prompts))
+            say(f"round {number + 1}, prompts {done} of {len(prompts)}: {times}")
     elapsed = time.monotonic() - begin
     busy = machine.busy_seconds() - busy
     return turns, Load(busy / elapsed, max(0.0, busy - (_our_seconds(up) - ours)) / elapsed)

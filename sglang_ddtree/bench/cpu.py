@@ -7,7 +7,6 @@ NAME.md and NAME.json into the output directory. A run with the default sizes ta
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import time
@@ -31,8 +30,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
 
     def option(name: str, default: Any, help: str, **how: Any) -> None:
-        shown = " ".join(map(str, default)) if isinstance(default, list) else default
-        parser.add_argument(name, default=default, help=f"{help} (default {shown})", **how)
+        if default is not None:
+            help += f" (default {' '.join(map(str, default)) if isinstance(default, list) else default})"
+        parser.add_argument(name, default=default, help=help, **how)
 
     option("--budgets", [4, 8, 16, 32, 64], "DDTREE budgets", type=int, nargs="+", metavar="N")
     option("--dtypes", ["float32", "bfloat16"], "measured one after the other", nargs="+", metavar="DTYPE")
@@ -42,8 +42,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--tokens", 96, "tokens per answer at most", type=int, metavar="N")
     option("--rounds", 3, "how often each prompt is asked of each arm", type=int, metavar="N")
     option("--concurrency", 1, "prompts sent at once to the same arm", type=int, metavar="N")
-    option("--threads", "as the server chooses", "torch threads, the same for all arms", type=int, metavar="N")
-    option("--servers", "as memory allows", "servers up at once", type=int, metavar="N")
+    option(
+        "--threads",
+        None,
+        "torch threads, the same for all arms (default: as many as cores are free)",
+        type=int,
+        metavar="N",
+    )
+    option("--servers", None, "servers up at once (default: as many as fit into memory)", type=int, metavar="N")
     option("--drafter", DRAFTER, "drafter directory", type=Path, metavar="DIR")
     option("--out", ROOT / "docs" / "results", "output directory", type=Path, metavar="DIR")
     option("--name", "cpu", "of the output files", metavar="NAME")
@@ -55,17 +61,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     begin = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[bench {time.monotonic() - begin:5.0f} s] {text}", file=sys.stderr, flush=True)
 
+    compare.stop_on_signals(say)
     target = prepare_target(say)
     prompts = compare.interleaved([load_prompts(name, options.split, options.prompts) for name in options.sets])
     arms = make_arms(options.budgets)
-    threads = options.threads if isinstance(options.threads, int) else choose().count
-    servers = options.servers if isinstance(options.servers, int) else machine.servers_that_fit()
+    threads = options.threads or choose().count
+    servers = options.servers or machine.servers_that_fit()
     log_dir = Path(tempfile.mkdtemp(prefix="ddtree-bench-"))
     say(f"{len(prompts)} prompts, {threads} torch thread(s), at most {servers} servers at once, logs in {log_dir}")
 

@@ -19,10 +19,17 @@ from typing import Any
 
 #: Lines of SGLang's start-up log that mark progress worth showing.
 _STAGES = (
+    ("server_args=", "SGLang is imported, starting its processes"),
     ("Load weight begin", "loading weights"),
     ("KV Cache is allocated", "allocating the KV cache"),
     ("Uvicorn running", "warming up"),
 )
+
+#: Without a new stage for this many seconds, the start says that it goes on.
+_HEARTBEAT_SECONDS = 20
+
+# A server on this machine is never reached through a proxy.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerError(RuntimeError):
@@ -46,16 +53,15 @@ class Server:
     start_seconds: float
 
     def get(self, path: str, timeout: float = 30) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
-            text = response.read().decode()
-        return json.loads(text) if text.startswith(("{", "[")) else text
+        with _open(self.url + path, timeout=timeout) as response:
+            return _body(response.read().decode())
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 600) -> Any:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.loads(response.read().decode())
+        with _open(request, timeout=timeout) as response:
+            return _body(response.read().decode())
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -97,17 +103,33 @@ def start(
         ServerError: it stopped, or did not answer in time.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "sglang_ddtree.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_ddtree.cli",
+        "serve",
+        *arguments,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     # A failed start would otherwise wait a minute for CUDA core dumps.
     variables = {**os.environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1", **(env or {})}
     begin = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", process, log, 0.0)
     shown: set[str] = set()
+    last_word = begin
     try:
         while True:
             if process.poll() is not None:
@@ -121,6 +143,10 @@ def start(
                     if marker in text and stage not in shown:
                         shown.add(stage)
                         progress(stage)
+                        last_word = time.monotonic()
+                if time.monotonic() - last_word > _HEARTBEAT_SECONDS:
+                    progress(f"still starting after {elapsed:.0f} s")
+                    last_word = time.monotonic()
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 server.get("/health", timeout=5)
                 server.start_seconds = time.monotonic() - begin
@@ -150,6 +176,11 @@ def free_port() -> int:
 
 def tail(log: Path, lines: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _body(text: str) -> Any:
+    """JSON where it is that; ``/flush_cache`` and others answer in plain text."""
+    return json.loads(text) if text.startswith(("{", "[")) else text
 
 
 def _group_alive(group: int) -> bool:

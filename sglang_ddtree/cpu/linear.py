@@ -2,7 +2,7 @@
 
 Decoding on a CPU reads every weight once per step, so bytes decide: FBGEMM's packed fp16 weights with fp32
 accumulation read half of what fp32 does and, unlike torch's bf16 product on a CPU without bf16 instructions, cost
-little more for the 5 to 65 rows of a tree than for one (measure with ``scripts/bench_cpu_linear.py``). A weight whose
+little more for the 5 to 65 rows of a tree than for one (``scripts/bench_cpu_linear.py`` measures it). A weight whose
 values fp16 cannot hold to within 2**-24 (fp16's subnormal step; any bf16 checkpoint's weights below 65504 pass) keeps
 torch's product, so that no checkpoint is silently rounded.
 """
@@ -25,7 +25,8 @@ _TOLERANCE = 2.0**-24
 
 
 def packed_is_available() -> bool:
-    return "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    engines = torch.backends.quantized.supported_engines
+    return "fbgemm" in engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 def packed_is_wanted() -> bool:
@@ -91,7 +92,7 @@ def pack_model(model: torch.nn.Module) -> None:
         elif module is head:
             module.quant_method = PackedHeadMethod(weight)
         else:
-            module.forward = partial(_packed_forward, module, weight)
+            module.forward = partial(_packed_forward, module, weight)  # type: ignore[method-assign]
     logger.info("CPU linear layers: %d packed in half precision, %d kept as loaded", packed, kept)
 
 

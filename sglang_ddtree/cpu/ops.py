@@ -39,9 +39,7 @@ def assign_req_to_token_pool_func(
     """
     taken = 0
     width = req_to_token.shape[1]
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         if end > width:
             raise IndexError(f"request row {row} has {width} columns, slots up to {end} were allocated")
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
@@ -51,7 +49,7 @@ def assign_req_to_token_pool_func(
 def fill_front_out_cache_loc_func(
     num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor
 ) -> None:
-    """``kernels/ops/speculative/cache_locs.py: fill_front_out_cache_loc_func``: the first slots of each window, packed."""
+    """``kernels/ops/speculative/cache_locs.py: fill_front_out_cache_loc_func``: the front slots of each window."""
     window = out_cache_loc.view(num_front.numel(), -1)
     front = window[torch.arange(window.shape[1]) < num_front.view(-1, 1)]
     front_out_cache_loc[: front.numel()] = front.to(front_out_cache_loc.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 ENV = "SGLANG_DDTREE_CPU_THREADS"
 #: A core counts as busy when it spends more than this share of the probe on something else.
@@ -65,7 +66,7 @@ def _busy_cores(cores: set[int]) -> int:
 
 def _idle_and_total(cores: set[int]) -> dict[int, tuple[int, int]] | None:
     try:
-        lines = open("/proc/stat").read().splitlines()
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None
     result = {}

@@ -10,13 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from openai import OpenAIError
 
@@ -40,16 +38,12 @@ def say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0; 1 when a part fails or, in fp32, when an answer differs from plain decoding's."""
     options = parse(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+    compare.stop_on_signals(say)
     try:
         return demo(options)
     except (server.ServerError, PackageError, FileNotFoundError, OpenAIError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        say("stopped; nothing is left running")
-        return 130
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,11 +60,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.prompts < 1 or options.tokens < 2:
         parser.error("--prompts must be at least 1 and --tokens at least 2")
     return options
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    # As Ctrl-C does: every server is stopped on the way out.
-    raise KeyboardInterrupt
 
 
 def demo(options: argparse.Namespace) -> int:

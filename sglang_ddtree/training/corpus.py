@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,12 @@ def load_sequences(directory: Path, minimum: int = 6) -> list[Sequence]:
     return sequences
 
 
-def batches(sequences: list[Sequence], size: int, generator: torch.Generator) -> Iterator[list[Sequence]]:
-    """Batches without end: shuffled anew every epoch, lengths within a batch are similar."""
+def batches(
+    load: Callable[[], list[Sequence]], size: int, generator: torch.Generator
+) -> Iterator[list[Sequence]]:
+    """Batches without end: loaded and shuffled anew every epoch, lengths within a batch are similar."""
     while True:
+        sequences = load()
         order = torch.randperm(len(sequences), generator=generator).tolist()
         window = 16 * size
         cut = []

@@ -22,10 +22,10 @@ class Recipe:
 
     steps: int = 3000
     sequences: int = 4  # per step
-    blocks: int = 32  # per sequence
-    short_block: int = 5  # block size of the first part of the run: early positions matter most and cost less
-    short_part: float = 0.65  # of the steps
-    learning_rate: float = 2e-3
+    blocks: int = 40  # per sequence
+    short_block: int = 4  # block size of the first part of the run: early positions matter most and cost less
+    short_part: float = 0.75  # of the run
+    learning_rate: float = 1.5e-3
     warmup: int = 60
     weight_decay: float = 0.1
     position_decay: float = 3.0  # weight of position k is exp(-(k - 1) / position_decay)
@@ -182,15 +182,21 @@ def initial_drafter(shape: DrafterShape, target: Target, seed: int, source_layer
 def train(
     drafter: Drafter,
     embed: torch.Tensor,
-    sequences: list[Sequence],
+    load: Callable[[], list[Sequence]],
     dev: list[Sequence],
     recipe: Recipe,
     checkpoint: Path,
     progress: Callable[[str], None] = print,
     every: int = 100,
     from_target: bool = True,
+    minutes: float = float("inf"),
 ) -> Drafter:
-    """Train in place and return the drafter with averaged weights; resumes from ``checkpoint`` if it exists."""
+    """Train in place and return the drafter with averaged weights; resumes from ``checkpoint`` if it exists.
+
+    ``load`` is called at the start of every pass over the data, so that text which is still being generated joins in.
+    With a limit in ``minutes`` the schedule runs by the clock and ends in time, whatever number of steps that makes.
+    """
+    sequences = load()
     generator = torch.Generator().manual_seed(recipe.seed)
     torch.manual_seed(recipe.seed)
     taps = len(drafter.shape.target_layer_ids)
@@ -215,30 +221,26 @@ def train(
         betas=(0.9, 0.95),
     )
 
-    def rate(step: int) -> float:
-        return min((step + 1) / recipe.warmup, (recipe.steps - step) / max(1, recipe.steps - recipe.warmup))
-
     average = [p.detach().clone() for p in parameters]
-    first = 0
+    first, saved_part = 0, 0.0
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        first = saved["step"]
+        first, saved_part = saved["step"], saved["part"]
         for p, a, value, mean in zip(parameters, average, saved["parameters"], saved["average"]):
             p.data.copy_(value)
             a.copy_(mean)
         optimizer.load_state_dict(saved["optimizer"])
         progress(f"training: resumed at step {first}")
 
-    stream = batches(sequences, recipe.sequences, generator)
-    for _ in range(first):
-        next(stream)
+    stream = batches(load, recipe.sequences, generator)
     began, hits_sum, losses = time.time(), [], []
+    step, part = first, saved_part
     drafter.train()
-    for step in range(first, recipe.steps):
-        size = recipe.short_block if step < recipe.short_part * recipe.steps else drafter.shape.block_size
+    while part < 1:
+        size = recipe.short_block if part < recipe.short_part else drafter.shape.block_size
         batch = make_batch(next(stream), recipe.blocks, size, generator)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * rate(step)
+            group["lr"] = recipe.learning_rate * min((step + 1) / recipe.warmup, 1 - part)
         loss, hits = block_losses(drafter, folded_fc(white, whiteners), batch, head, recipe, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -248,31 +250,28 @@ def train(
         decay = min(recipe.average, (1 + step) / (10 + step))
         torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
         losses.append(float(loss.detach()))
-        hits_sum.append(hits[..., :4].float().cumprod(-1).mean((0, 1)))
-        if (step + 1) % every == 0 or step + 1 == recipe.steps:
-            spent = time.time() - began
-            left = spent / (step + 1 - first) * (recipe.steps - step - 1)
-            chain = torch.stack(hits_sum[-every:]).mean(0)
-            seen = " ".join(f"{x:.3f}" for x in chain.tolist())
+        hits_sum.append(hits[..., :3].float().cumprod(-1).mean((0, 1)))
+        step += 1
+        spent = time.time() - began
+        earlier = saved_part + spent / 60 / minutes
+        part = max(step / recipe.steps, earlier)
+        if step % every == 0 or part >= 1:
+            chain = " ".join(f"{x:.3f}" for x in torch.stack(hits_sum[-every:]).mean(0).tolist())
+            left = min(spent / (step - first) * (recipe.steps - step), (1 - earlier) * minutes * 60)
             progress(
-                f"training: step {step + 1}/{recipe.steps}, block {size}, loss {sum(losses[-every:]) / len(losses[-every:]):.3f}, "
-                f"accepted at 1..4: {seen}, {spent / (step + 1 - first):.2f} s a step, {left / 60:.1f} min left"
+                f"training: step {step}, {part:.0%}, block {size}, loss {sum(losses[-every:]) / len(losses[-every:]):.3f}, "
+                f"accepted at 1..3: {chain}, {spent / (step - first):.2f} s a step, {left / 60:.1f} min left"
             )
-        if (step + 1) % (4 * every) == 0 or step + 1 == recipe.steps:
+        if step % (4 * every) == 0 or part >= 1:
             if dev:
-                accepted = evaluate(drafter, averaged_fc(average, whiteners), average[1:], rest, embed, dev, recipe.seed)
-                progress(f"training: step {step + 1}, dev: accepted at 1..7: {accepted}")
-            state = {"step": step + 1, "parameters": [p.detach() for p in parameters], "average": average}
+                accepted = evaluate(drafter, folded_fc(average[0], whiteners), average[1:], rest, embed, dev, recipe.seed)
+                progress(f"training: step {step}, dev: accepted at 1..7: {accepted}")
+            state = {"step": step, "part": part, "parameters": [p.detach() for p in parameters], "average": average}
             save_state({**state, "optimizer": optimizer.state_dict()}, checkpoint)
     for p, mean in zip(rest, average[1:]):
         p.data.copy_(mean)
-    drafter.fc.weight.data.copy_(averaged_fc(average, whiteners))
+    drafter.fc.weight.data.copy_(folded_fc(average[0], whiteners))
     return drafter.eval()
-
-
-def averaged_fc(average: list[torch.Tensor], whiteners: torch.Tensor) -> torch.Tensor:
-    """fc's weight from the running averages, of which the first is its whitened form."""
-    return folded_fc(average[0], whiteners)
 
 
 def save_state(state: dict, path: Path) -> None:

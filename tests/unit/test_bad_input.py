@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import DRAFTER, drafter_shapes, write_config, write_drafter, write_target
@@ -193,3 +194,36 @@ def test_the_real_command(models):
     assert CASES["hidden size"].expect in the_error(done.returncode, done.stderr)
     assert done.stdout == ""
     assert "Load weight" not in done.stderr
+
+
+# The GPU's attention backends, without a GPU: the function that chooses them.
+
+
+def resolved_backends(**given) -> SimpleNamespace:
+    from sglang_ddtree.algorithm import _resolve_attention_backends
+
+    names = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+    args = SimpleNamespace(**dict.fromkeys((*names, "speculative_draft_attention_backend")) | given)
+    _resolve_attention_backends(args, cpu=False)
+    return args
+
+
+@pytest.mark.parametrize("flag", ["attention_backend", "decode_attention_backend"])
+@pytest.mark.parametrize(
+    "name", ["trtllm_mha", "aiter", "torch_native", "flex_attention", "flashinfer_mla", "flashmla"]
+)
+def test_gpu_backends_that_ignore_masks(flag, name):
+    with pytest.raises(ValueError, match="ignores tree masks") as error:
+        resolved_backends(**{flag: name})
+    assert f"--{flag.replace('_', '-')} {name}" in str(error.value) and "use flashinfer" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "triton", "fa3", "fa4"])
+def test_gpu_backends_that_read_masks(name):
+    assert resolved_backends(attention_backend=name).speculative_draft_attention_backend == name
+    split = resolved_backends(attention_backend="flashinfer", decode_attention_backend=name)
+    assert split.speculative_draft_attention_backend == name
+
+
+def test_gpu_backend_by_default():
+    assert resolved_backends().attention_backend == "flashinfer"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from sglang_ddtree.bench import client, compare, cpu, machine, report
+from sglang_ddtree.bench import client, compare, cpu, machine, report, server
 from sglang_ddtree.bench.arms import AR, DFLASH, Arm, make_arms, plan
 from sglang_ddtree.bench.prompts import Prompt
 
@@ -31,6 +33,9 @@ class FakeServer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).requests.append(body)
+        if self.path == "/flush_cache":
+            self.send("text/plain", "Cache flushed.\n")
+            return
         sglext = {"spec_tokens_details": self.spec, "output_ids": self.output_ids and [self.output_ids]}
         head = {"id": "1", "created": 1, "model": "default"}
         if not body.get("stream"):
@@ -69,8 +74,8 @@ def fake(monkeypatch):
     handler = type("Handler", (FakeServer,), {"requests": []})
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    # Nothing listens there: whoever asks a proxy fails.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     yield handler, f"http://127.0.0.1:{http.server_port}"
     http.shutdown()
     http.server_close()
@@ -117,6 +122,35 @@ def test_an_answer_without_token_ids_is_an_error(fake):
     handler.output_ids = None
     with pytest.raises(ValueError, match="no token ids"):
         client.ask_together(url, [[{"role": "user", "content": "a"}]], 5)
+
+
+# --- taking turns ---
+
+
+def test_arms_take_turns_and_the_first_changes(fake, tmp_path):
+    handler, url = fake
+    running = server.Server(url, types.SimpleNamespace(pid=os.getpid()), tmp_path / "log", 0.0)
+    prompts = [Prompt(str(i), "code", [{"role": "user", "content": f"question {i}"}]) for i in range(3)]
+    setting = compare.Setting(tmp_path, tmp_path, "float32", 1, max_tokens=5, concurrency=2)
+    said: list[str] = []
+    turns, load = compare.take_turns({AR: running, TREE: running}, setting, prompts, said.append, rounds=(0, 1))
+    assert [(turn.round, turn.arm.label, len(turn.prompts)) for turn in turns] == [
+        (0, "AR", 2),
+        (0, "DDTREE 8", 2),
+        (0, "DDTREE 8", 1),
+        (0, "AR", 1),
+        (1, "DDTREE 8", 2),
+        (1, "AR", 2),
+        (1, "AR", 1),
+        (1, "DDTREE 8", 1),
+    ]
+    assert all(turn.decode_seconds == 2.5 for turn in turns)
+    assert [text.partition(":")[0] for text in said] == [
+        f"round {number}, prompts {done} of 3" for number in (1, 2) for done in (2, 3)
+    ]
+    assert load.busy_cores >= load.other_cores >= 0
+    warm_up = [request for request in handler.requests if request.get("max_tokens") == compare.WARM_UP_TOKENS]
+    assert len(warm_up) == 2 * 2
 
 
 # --- who is up when ---

@@ -18,9 +18,7 @@ def test_bf16_weights_give_the_fp32_product():
     packed = linear.pack(weight)
     for rows in (1, 2, 5, 9, 33):
         x = torch.randn(rows, 64, generator=generator)
-        torch.testing.assert_close(
-            linear.packed_linear(x, packed, None), x @ weight.float().T, atol=2e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(linear.packed_linear(x, packed, None), x @ weight.float().T, atol=2e-5, rtol=1e-5)
 
 
 def test_a_row_does_not_depend_on_its_batch():

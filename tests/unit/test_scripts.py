@@ -78,7 +78,8 @@ if [ "$1" = -m ] && [ "$2" = venv ]; then
   target="${{@: -1}}"; mkdir -p "$target/bin"; cp "$0" "$target/bin/python"; exit 0
 fi
 [ "$1" = -m ] && [ "$2" = pip ] && exit 0
-[ "$1" = -c ] && [[ "$2" == *purelib* ]] && {{ mkdir -p "$(dirname "$0")/../site"; echo "$(dirname "$0")/../site"; exit; }}
+site=$(dirname "$0")/../site
+[ "$1" = -c ] && [[ "$2" == *purelib* ]] && {{ mkdir -p "$site"; echo "$site"; exit 0; }}
 exec {real} "$@"
 """
     )
@@ -99,6 +100,23 @@ def test_the_environment_depends_on_the_requirements_only(checkout, tmp_path):
 
     project.write_text(project.read_text().replace('"safetensors",', '"safetensors>=0.5",'))
     assert Path(fake_environment(checkout, cache)).name.split("-")[1] != key
+
+
+def test_a_signal_ends_the_build_too(checkout):
+    """TERM to demo.sh while env.sh builds: both end, and at once."""
+    shutil.copy(ROOT / "scripts" / "lib.sh", checkout / "scripts")
+    (checkout / "scripts" / "env.sh").write_text(
+        "#!/bin/bash\necho $$ >&2\ntrap 'kill %1; exit 1' TERM\nsleep 60 &\nwait\n"
+    )
+    script = f"here={checkout}; . {checkout}/scripts/lib.sh; use_env; echo unreachable"
+    started = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    builder = int(started.stderr.readline())
+    started.terminate()
+    out, _ = started.communicate(timeout=30)
+    assert started.returncode == 130 and out == ""
+    with pytest.raises(ProcessLookupError):
+        os.kill(builder, 0)
 
 
 def test_two_checkouts_share_the_dependencies(checkout, tmp_path):

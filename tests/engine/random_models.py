@@ -1,0 +1,130 @@
+"""A random Llama and a random DFlash drafter of block size 16, and a plugin that makes the drafter right on purpose.
+
+A random drafter is never right, so accepted paths would be empty. The plugin replaces the worker's candidates by plain
+decoding's own answer, scattered over ranks and depths: at some depths the right token is first, at others it is a
+sibling further down, and at some it is missing. What the tree, the verify pass and the commit make of it is untouched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS, TAPS = 64, 128, 4, 2, 16, 256, 4, (0, 2, 3)
+COMMON = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+PLUGIN = """
+import json, os, random, sys
+import torch
+
+ANSWERS = {tuple(prompt): answer for prompt, answer in json.load(open(os.environ["DDTREE_ORACLE"]))}
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    HookRegistry.register("sglang_ddtree.drafting.draft_candidates", candidates, HookType.REPLACE)
+
+def candidates(draft_hidden, lm_head, depth, top_k):
+    frame = sys._getframe(1)
+    while "positions" not in frame.f_locals or "batch" not in frame.f_locals:
+        frame = frame.f_back
+    batch, positions = frame.f_locals["batch"], frame.f_locals["positions"]
+    rows = []
+    for req, position in zip(batch.reqs, positions[:, 0].tolist()):
+        prompt = tuple(req.origin_input_ids)
+        answer = ANSWERS.get(prompt, [])[position - len(prompt) + 1:]
+        rng = random.Random(position)
+        for d in range(depth):
+            row = rng.sample(range(3, 250), top_k)
+            if d < len(answer) and rng.random() < 0.9:
+                row = [token for token in row if token != answer[d]][: top_k - 1]
+                row += [0] * (top_k - 1 - len(row))
+                row.insert(rng.choice((0, 0, 0, 1, 2)), answer[d])
+            rows.append(row[:top_k])
+    ids = torch.tensor(rows).view(len(batch.reqs), depth, top_k)
+    log_probs = torch.log_softmax(-0.4 * torch.arange(top_k, dtype=torch.float32), 0).expand(ids.shape).contiguous()
+    return log_probs, ids
+"""
+
+
+def write_target(directory: Path) -> Path:
+    config = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS}
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block().items()}
+    return _write(directory, config, shapes, seed=1)
+
+
+def write_drafter(directory: Path) -> Path:
+    config = {
+        **COMMON,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "block_size": 16,
+        "num_target_layers": LAYERS,
+        "dflash_config": {"mask_token_id": 255, "target_layer_ids": list(TAPS)},
+    }
+    shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    norms = {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
+    shapes |= {f"layers.0.{name}": shape for name, shape in {**_block(), **norms}.items()}
+    return _write(directory, config, shapes, seed=2)
+
+
+def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) -> dict[str, str]:
+    """An installed SGLang plugin, as Python sees it; the variables that make a server load it."""
+    info = directory / "ddtree_oracle-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-oracle\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nddtree_oracle = ddtree_oracle:register\n")
+    (directory / "ddtree_oracle.py").write_text(PLUGIN)
+    (directory / "answers.json").write_text(json.dumps(answers))
+    return {"PYTHONPATH": str(directory), "DDTREE_ORACLE": str(directory / "answers.json")}
+
+
+def _block() -> dict[str, tuple[int, ...]]:
+    return {
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj.weight": (INNER, HIDDEN),
+        "mlp.up_proj.weight": (INNER, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INNER),
+    }
+
+
+def _write(directory: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = {}
+    for name, shape in shapes.items():
+        # Large enough for attention to be sharp: a wrong key or value then changes the answer.
+        noise = torch.randn(shape, generator=generator) * (2.5 / shape[-1] ** 0.5)
+        weights[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise
+    save_file(weights, directory / "model.safetensors")
+    return directory
