@@ -218,15 +218,15 @@ def _draft_attention_init(original: Callable[..., None], module: Any, *args: Any
 
 
 def _greedy_draft_head(
-    original: Callable[..., Any], worker: Any, *, hidden_states: Any, lm_head: Any, **kw: Any
+    original: Callable[..., Any], worker: Any, *, hidden_states: Any, lm_head: Any, **kwargs: Any
 ) -> Any:
     from sglang_ddtree.cpu.linear import PackedHeadMethod
 
     if isinstance(getattr(lm_head, "quant_method", None), PackedHeadMethod):
         return worker._greedy_sample_from_quantized_head(
-            hidden_states=hidden_states, lm_head=lm_head, chunk_size=kw.get("chunk_size", 256)
+            hidden_states=hidden_states, lm_head=lm_head, chunk_size=kwargs.get("chunk_size", 256)
         )
-    return original(worker, hidden_states=hidden_states, lm_head=lm_head, **kw)
+    return original(worker, hidden_states=hidden_states, lm_head=lm_head, **kwargs)
 
 
 def _cpu_op(name: str) -> Callable[..., Any]:

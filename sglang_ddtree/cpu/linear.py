@@ -89,7 +89,7 @@ def pack_model(model: torch.nn.Module) -> None:
         packed += 1
         if isinstance(module, LinearBase):
             module.quant_method = PackedLinearMethod(weight)
-        elif module is head:
+        elif isinstance(module, VocabParallelEmbedding):
             module.quant_method = PackedHeadMethod(weight)
         else:
             module.forward = partial(_packed_forward, module, weight)  # type: ignore[method-assign]
