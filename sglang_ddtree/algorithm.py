@@ -195,19 +195,22 @@ def _refuse_unsupported(args: Any) -> None:
 
 
 def _resolve_attention_backends(args: Any, cpu: bool) -> None:
-    """Refuse backends that would ignore the tree mask; choose where nothing was chosen."""
+    """Refuse a verify backend that would ignore the tree mask; choose one where nothing was chosen.
+
+    Which of a split pair verifies follows SGLang's ``HybridAttnBackend``: the prefill backend, unless
+    ``--speculative-attention-mode decode``.
+    """
     allowed = (CPU_BACKEND,) if cpu else TREE_BACKENDS
-    instead = allowed[0]
-    for flag in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
-        name = getattr(args, flag)
-        # Verification runs on the decode backend; a prefill backend alone never sees a tree.
-        if name is not None and flag != "prefill_attention_backend" and name not in allowed:
-            raise DDTreeError(
-                f"--{flag.replace('_', '-')} {name} ignores tree masks, so DDTREE's answers would be wrong: "
-                f"use {instead}" + (f" (or {', '.join(allowed[1:])})." if len(allowed) > 1 else ".")
-            )
-    if args.attention_backend is None and args.decode_attention_backend is None:
-        args.attention_backend = instead
-    draft = args.speculative_draft_attention_backend
-    if draft is None:
-        args.speculative_draft_attention_backend = args.decode_attention_backend or args.attention_backend
+    half = "decode" if args.speculative_attention_mode == "decode" else "prefill"
+    flag = f"{half}_attention_backend" if getattr(args, f"{half}_attention_backend") else "attention_backend"
+    name = getattr(args, flag)
+    if name is None:
+        name = args.attention_backend = allowed[0]
+    if name not in allowed:
+        others = f" (or {', '.join(allowed[1:])})" if len(allowed) > 1 else ""
+        raise DDTreeError(
+            f"--{flag.replace('_', '-')} {name} ignores tree masks, so DDTREE's answers would be wrong: "
+            f"use {allowed[0]}{others}."
+        )
+    if args.speculative_draft_attention_backend is None:
+        args.speculative_draft_attention_backend = name

@@ -203,25 +203,48 @@ def resolved_backends(**given) -> SimpleNamespace:
     from sglang_ddtree.algorithm import _resolve_attention_backends
 
     names = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
-    args = SimpleNamespace(**dict.fromkeys((*names, "speculative_draft_attention_backend")) | given)
+    args = SimpleNamespace(
+        **dict.fromkeys((*names, "speculative_draft_attention_backend"))
+        | {"speculative_attention_mode": "prefill"}
+        | given
+    )
     _resolve_attention_backends(args, cpu=False)
     return args
 
 
-@pytest.mark.parametrize("flag", ["attention_backend", "decode_attention_backend"])
+IGNORING = ["trtllm_mha", "aiter", "torch_native", "flex_attention", "flashinfer_mla", "flashmla"]
+
+
 @pytest.mark.parametrize(
-    "name", ["trtllm_mha", "aiter", "torch_native", "flex_attention", "flashinfer_mla", "flashmla"]
+    ("flag", "mode"),
+    [
+        ("attention_backend", "prefill"),
+        ("attention_backend", "decode"),
+        ("prefill_attention_backend", "prefill"),
+        ("decode_attention_backend", "decode"),
+    ],
 )
-def test_gpu_backends_that_ignore_masks(flag, name):
+@pytest.mark.parametrize("name", IGNORING)
+def test_gpu_backends_that_ignore_masks(flag, mode, name):
     with pytest.raises(ValueError, match="ignores tree masks") as error:
-        resolved_backends(**{flag: name})
+        resolved_backends(speculative_attention_mode=mode, **{flag: name})
     assert f"--{flag.replace('_', '-')} {name}" in str(error.value) and "use flashinfer" in str(error.value)
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_the_half_that_never_verifies_may_ignore_masks(name):
+    split = resolved_backends(attention_backend="flashinfer", decode_attention_backend=name)
+    assert split.speculative_draft_attention_backend == "flashinfer"
+    split = resolved_backends(
+        attention_backend="triton", prefill_attention_backend=name, speculative_attention_mode="decode"
+    )
+    assert split.speculative_draft_attention_backend == "triton"
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "triton", "fa3", "fa4"])
 def test_gpu_backends_that_read_masks(name):
     assert resolved_backends(attention_backend=name).speculative_draft_attention_backend == name
-    split = resolved_backends(attention_backend="flashinfer", decode_attention_backend=name)
+    split = resolved_backends(attention_backend="flashinfer", prefill_attention_backend=name)
     assert split.speculative_draft_attention_backend == name
 
 
