@@ -2,13 +2,14 @@
 """Check on a CPU that DDTREE's and DFLASH's greedy tokens equal plain decoding's, over the whole matrix of settings.
 
 Serves the demo model in fp32 once per setting: AR for the reference, DFLASH and DDTREE (budgets 7 and 32) with overlap
-scheduling on and off and page sizes 1 and 16. Each server answers the same real prompts in three phases: one at a time;
-eight at a time, its prefix cache emptied in between; a second turn of each conversation, whose cached prefix includes
-what the server itself generated. Every answer is compared with AR's, token by token and with its finish reason.
+scheduling on and off and page sizes 1 and 16. Each server answers the same real prompts in three phases: eight at a
+time; a second turn of each conversation, whose cached prefix includes what the server itself generated; and one at a
+time, the prefix cache emptied before. Every answer is compared with AR's, token by token and with its finish reason;
+AR's own answers one at a time are compared with those eight at a time.
 
     $(scripts/env.sh)/bin/python scripts/check_lossless.py                     # everything
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --only 'DDTREE 7'   # a part (a regular expression)
-    $(scripts/env.sh)/bin/python scripts/check_lossless.py --phases 2,3        # not one at a time, which is slow
+    $(scripts/env.sh)/bin/python scripts/check_lossless.py --phases 1,2        # not one at a time, which is slow
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --resume            # what an earlier run has not done
 
 Writes docs/results/NAME.json and NAME.md after every setting. Exit status 1 on any difference.
@@ -34,7 +35,7 @@ from sglang_ddtree.cpu import threads
 from sglang_ddtree.demo.model import prepare_target
 
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = {"1": "one at a time", "2": "eight at once", "3": "second turn, eight at once"}
+PHASES = {"1": "eight at once", "2": "second turn, eight at once", "3": "one at a time"}
 LOGS = Path(tempfile.gettempdir()) / "check-lossless"
 
 
@@ -77,8 +78,8 @@ class Job:
     """What one call of the script asks, and the report that it fills.
 
     Attributes:
-        asked: the questions of each phase; those of the third need AR's answers first.
-        expected: AR's answers to them, each asked alone (phase 3: eight at once).
+        asked: the questions of each phase; those of the second turn need AR's answers first.
+        expected: AR's answers to them, eight at once.
     """
 
     options: argparse.Namespace
@@ -91,7 +92,7 @@ class Job:
     @property
     def tokens(self) -> dict[str, int]:
         tokens = self.options.tokens
-        return {"1": tokens, "2": tokens, "3": max(8, tokens // 3)}
+        return {"1": tokens, "2": max(8, tokens // 3), "3": tokens}
 
 
 def main() -> int:
@@ -112,11 +113,10 @@ def main() -> int:
         if (earlier["prompts"], earlier["tokens"]) != (len(asked), options.tokens):
             raise SystemExit(f"{options.out} is of another number of prompts or tokens: give another --out")
         report["settings"] = earlier["settings"]
-    job = Job(options, model, options.drafter.resolve(), {"1": asked, "2": asked}, {}, report)
+    job = Job(options, model, options.drafter.resolve(), {"1": asked, "3": asked}, {}, report)
 
-    # AR always has all phases: they are what the others are compared with.
-    run_setting(job, REFERENCE, list(PHASES), tokenizer)
-    phases = [phase for phase in options.phases.split(",") if phase in PHASES]
+    phases = [phase for phase in PHASES if phase in options.phases.split(",")]
+    run_setting(job, REFERENCE, sorted({"1", "2", *phases}), tokenizer)
     for setting in MATRIX:
         if re.search(options.only, setting.name):
             run_setting(job, setting, phases, tokenizer)
@@ -148,7 +148,9 @@ def run_setting(job: Job, setting: Setting, phases: list[str], tokenizer: Any) -
     """Serve one setting and run those of its phases that the report lacks."""
     entry = job.report["settings"].setdefault(setting.name, {})
     if setting == REFERENCE:
-        job.expected = {phase: [Output(**o) for o in result["outputs"]] for phase, result in entry.items()}
+        job.expected = {
+            phase: [Output(**o) for o in result["outputs"]] for phase, result in entry.items() if "outputs" in result
+        }
     missing = [phase for phase in phases if phase not in entry]
     if missing:
         log = LOGS / f"{re.sub('[^A-Za-z0-9]+', '-', setting.name)}.log"
@@ -158,22 +160,26 @@ def run_setting(job: Job, setting: Setting, phases: list[str], tokenizer: Any) -
             for phase in missing:
                 run_phase(job, setting, server, phase, tokenizer)
                 save(job)
-    if setting == REFERENCE and "3" not in job.asked:
-        job.asked["3"] = lossless.follow_ups(tokenizer, job.asked["1"], job.expected["1"])
+    if setting == REFERENCE:
+        job.asked["2"] = second_turn(job, tokenizer)
+
+
+def second_turn(job: Job, tokenizer: Any) -> list[Question]:
+    return lossless.follow_ups(tokenizer, job.asked["1"], job.expected["1"])
 
 
 def run_phase(job: Job, setting: Setting, server: Server, phase: str, tokenizer: Any) -> None:
-    if phase == "2":
-        server.post("/flush_cache", {})
-    if phase == "3" and setting == REFERENCE:
-        job.asked["3"] = lossless.follow_ups(tokenizer, job.asked["1"], job.expected["1"])
+    if phase == "3":
+        lossless.flush_cache(server)
+    if phase == "2" and setting == REFERENCE:
+        job.asked["2"] = second_turn(job, tokenizer)
     asked = job.asked[phase]
     begin = time.monotonic()
-    outputs = lossless.generate_all(server, asked, job.tokens[phase], 1 if phase == "1" else 8)
+    outputs = lossless.generate_all(server, asked, job.tokens[phase], 1 if phase == "3" else 8)
     seconds = time.monotonic() - begin
-    if setting == REFERENCE:
+    if setting == REFERENCE and phase != "3":
         job.expected[phase] = outputs
-    expected = job.expected["1" if phase == "2" else phase]
+    expected = job.expected["2" if phase == "2" else "1"]
     result = {
         "differences": differences(asked, expected, outputs),
         "tokens": sum(len(output.ids) for output in outputs),
@@ -181,7 +187,7 @@ def run_phase(job: Job, setting: Setting, server: Server, phase: str, tokenizer:
         "cached": sum(output.cached_tokens for output in outputs),
         "seconds": seconds,
     }
-    if setting == REFERENCE:  # for a resumed run
+    if setting == REFERENCE and phase != "3":  # for a resumed run
         result["outputs"] = [asdict(output) for output in outputs]
     job.report["settings"][setting.name][phase] = result
     say(
@@ -239,7 +245,7 @@ def save(job: Job) -> None:
         f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most, in three phases: "
         f"{'; '.join(PHASES.values())}. The second turn of each conversation has a third as many tokens, and its "
         "cached prefix includes what the server generated. *Identical*: token ids and finish reason are those of plain "
-        "decoding, one request at a time. *Cached*: prompt tokens that came from the prefix cache. Seconds are those "
+        "decoding, eight requests at once. *Cached*: prompt tokens that came from the prefix cache. Seconds are those "
         "of a machine with other work: not a benchmark.\n\n" + table(report) + "\n",
         encoding="utf-8",
     )

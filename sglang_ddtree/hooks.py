@@ -147,11 +147,10 @@ def _graph_runner_class(original: Callable[..., type], model_runner: Any, *args:
 def _sample(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_ddtree.verify import DDTreeVerifyInput
 
-    if (
-        not isinstance(verify_input, DDTreeVerifyInput)
-        or batch.forward_mode.is_idle()
-        or batch.sampling_info.is_all_greedy
-    ):
+    if not isinstance(verify_input, DDTreeVerifyInput) or batch.forward_mode.is_idle():
+        return original(verify_input, batch, *args, **kwargs)
+    # SGLang's own does not run custom logit processors, not even for greedy requests.
+    if batch.sampling_info.is_all_greedy and not batch.sampling_info.has_custom_logit_processor:
         return original(verify_input, batch, *args, **kwargs)
     return verify_input.sample(batch, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """AR, DFLASH and DDTREE on the CPU: tokens/s, acceptance length and identical output, in rounds.
 
 Serves the demo's target and drafter and sends held-out prompts (seen by no training run) to every arm in turns. Writes
-NAME.md and NAME.json into the output directory. A run with the default sizes takes about two hours on two cores.
+NAME.md and NAME.json into the output directory. The exit status is 1 when a float32 answer differs from plain decoding's.
 """
 
 from __future__ import annotations

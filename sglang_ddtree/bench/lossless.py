@@ -109,6 +109,15 @@ def generate_all(
         return list(pool.map(lambda q: generate(server, q.input_ids, max_new_tokens, **sampling), asked))
 
 
+def flush_cache(server: Server) -> None:
+    """Empty the prefix cache.
+
+    Raises:
+        urllib.error.HTTPError: a request is still running.
+    """
+    server.get("/flush_cache", timeout=120)
+
+
 def first_difference(expected: Output, got: Output) -> int | None:
     """Index of the first token that differs (a missing one counts), None when the ids are equal."""
     for index, (a, b) in enumerate(zip(expected.ids, got.ids, strict=False)):

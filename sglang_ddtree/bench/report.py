@@ -208,6 +208,8 @@ def markdown(head: dict[str, Any], parts: Mapping[str, Sequence[Turn]]) -> str:
     for dtype, turns in parts.items():
         others = ", ".join(f"{load['other_cores']:.1f}" for load in head["load"][dtype])
         lines += [f"## {dtype}", "", table(rows(turns)), f"Cores kept busy by other programs meanwhile: {others}.", ""]
+        if head["servers_at_once"] < 3:
+            lines += ["One server at a time: the ratios are between measurements taken minutes apart.", ""]
     return "\n".join(lines)
 
 

@@ -53,6 +53,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=6, metavar="N", help="to compare on; default %(default)s")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens per answer; default %(default)s")
     parser.add_argument("--port", type=int, help="of the DDTREE server; default: a free one")
+    parser.add_argument(
+        "--one-at-a-time", action="store_true", help="one server at a time; so by itself where memory is short"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the DDTREE server running and say how to use it")
     options = parser.parse_args(argv)
     if not 1 <= options.budget <= MAX_BUDGET:
@@ -77,12 +80,15 @@ def demo(options: argparse.Namespace) -> int:
     log_dir = Path(tempfile.mkdtemp(prefix="ddtree-demo-"))
     ddtree = Arm("DDTREE", options.budget)
     say(f"server logs are in {log_dir}")
-    together = machine.servers_that_fit() >= 3
+    together = not options.one_at_a_time and machine.servers_that_fit() >= 3
     turns: list[compare.Turn] = []
+    loads: list[compare.Load] = []
     if not together:
-        say("not enough free memory for three servers: one after the other")
+        say("one server after the other" + ("" if options.one_at_a_time else ": there is no memory for three at once"))
         for arm in (AR, DFLASH):
-            turns += compare.run_stint(Stint((arm,), (0,), 0), setting, prompts, log_dir, say)[0]
+            found, load = compare.run_stint(Stint((arm,), (0,), 0), setting, prompts, log_dir, say)
+            turns += found
+            loads.append(load)
     with contextlib.ExitStack() as stack:
         running = compare.start_arm(ddtree, setting, log_dir, say, options.port)
         stack.callback(running.stop)
@@ -95,10 +101,11 @@ def demo(options: argparse.Namespace) -> int:
             say(f"{', '.join(arm.label for arm in up)}: {len(prompts)} prompts x {options.tokens} tokens, in turns")
             found, load = compare.take_turns(up, setting, prompts, say)
             turns += found
+            loads.append(load)
             say("stopping the servers")
         if options.keep:
             stack.pop_all()
-    print_results(turns, load, setting)
+    print_results(turns, loads, setting)
     differ = report_differences(turns, [DFLASH, ddtree], options.dtype)
     if options.keep:
         print_kept(running)
@@ -141,22 +148,25 @@ def _print_now(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def print_results(turns: Sequence[compare.Turn], load: compare.Load, setting: compare.Setting) -> None:
-    found = report.rows(turns)
+def print_results(turns: Sequence[compare.Turn], loads: Sequence[compare.Load], setting: compare.Setting) -> None:
+    """The table; ratios only where the arms took turns, since minutes later the machine may be another."""
+    in_turns = len(loads) == 1
     head = f"{'':12}{'tokens/s':>10}{'x AR':>8}{'acceptance length':>20}{'steps':>8}{'identical output':>19}"
     print(f"\n{setting.dtype}, {setting.threads} torch thread(s), greedy, one request at a time\n{head}")
-    for row in found:
+    for row in report.rows(turns):
+        ratio = f"{row.over_ar.median:.2f}" if in_turns else "-"
         length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
         same = "(reference)" if row.arm == AR.label else f"{'yes' if row.identical == row.prompts else 'NO'}"
         same += "" if row.arm == AR.label else f" ({row.identical}/{row.prompts})"
         print(
-            f"{row.arm:12}{row.tokens_per_second.median:>10.2f}{row.over_ar.median:>8.2f}{length:>20}"
-            f"{row.verify_steps:>8.0f}{same:>19}"
+            f"{row.arm:12}{row.tokens_per_second.median:>10.2f}{ratio:>8}{length:>20}{row.verify_steps:>8.0f}{same:>19}"
         )
     print(
         "\nSteps are verify steps (for AR: one per token). Acceptance length: tokens after the first per verify step.\n"
-        f"One round on {machine.cpu_name()}; other programs kept {load.other_cores:.1f} cores busy meanwhile.\n"
-        "scripts/bench_cpu.py measures in several rounds and gives the spread.",
+        f"One round on {machine.cpu_name()}; other programs kept "
+        f"{', '.join(f'{load.other_cores:.1f}' for load in loads)} cores busy meanwhile.\n"
+        + ("" if in_turns else "The arms ran minutes apart, so their tokens/s compare only on a quiet machine.\n")
+        + "scripts/bench_cpu.py measures in several rounds and gives the spread.",
         flush=True,
     )
 

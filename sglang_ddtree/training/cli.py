@@ -16,16 +16,15 @@ import torch
 from sglang_ddtree.bench.prompts import SETS
 from sglang_ddtree.demo.model import EOS, prepare_target
 from sglang_ddtree.demo.packages import cache_dir
-from sglang_ddtree.training.corpus import load_sequences
+from sglang_ddtree.training.corpus import Sequence, load_sequences
 from sglang_ddtree.training.data import encode_prompts, training_prompts
 from sglang_ddtree.training.generate import generate_shards
 from sglang_ddtree.training.measure import measure, reference_text, table
 from sglang_ddtree.training.model import DrafterShape, load_drafter, save_drafter
 from sglang_ddtree.training.target import load_target
-from sglang_ddtree.training.train import Recipe, initial_drafter, save_times, train
+from sglang_ddtree.training.train import Recipe, initial_drafter, save_times, train, whitening
 
 SHAPE = DrafterShape(rope_theta=100000.0)
-SOURCE_LAYERS = (0, 29)  # target layers that the drafter's two layers start from
 PROMPTS = 7500  # before duplicates and overlaps with dev and held-out questions are taken out
 PROMPT_LIMIT = 224  # tokens, chat template included
 NEW_TOKENS = 160
@@ -130,12 +129,16 @@ def train_stage(args: argparse.Namespace, directory: Path, work: Path) -> None:
     """Training from the checkpoint, if there is one, to the drafter directory."""
     target = load_target(directory)
     recipe = Recipe(steps=args.steps, seed=args.seed)
-    drafter = initial_drafter(SHAPE, target, args.seed, SOURCE_LAYERS)
+
+    def load() -> list[Sequence]:
+        return load_sequences(work / "shards")
+
+    generator = torch.Generator().manual_seed(args.seed)
+    whitened = whitening(load(), len(SHAPE.target_layer_ids), generator)
+    drafter = initial_drafter(SHAPE, target, load()[:16], whitened[0], args.seed)
     dev = [q for name in SETS for q in load_sequences(work / f"dev-{name}", minimum=9)[:16]]
-    drafter = train(
-        drafter, target.embed, lambda: load_sequences(work / "shards"), dev, recipe, work / "checkpoint.pt", say,
-        from_target=bool(SOURCE_LAYERS), minutes=args.minutes,
-    )  # fmt: skip
+    checkpoint = work / "checkpoint.pt"
+    drafter = train(drafter, target.embed, whitened, load, dev, recipe, checkpoint, say, minutes=args.minutes)
     save_drafter(drafter, args.out or work / "drafter")
     (work / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
     say(f"drafter written to {args.out or work / 'drafter'}")

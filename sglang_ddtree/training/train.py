@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from sglang_ddtree.training.corpus import Batch, Sequence, batches, make_batch
+from sglang_ddtree.training.local_heads import start_local_heads
 from sglang_ddtree.training.model import Drafter, DrafterShape, block_embeddings
 from sglang_ddtree.training.target import Target
 
@@ -25,7 +26,7 @@ class Recipe:
     blocks: int = 40  # per sequence
     short_block: int = 4  # block size of the first part of the run: early positions matter most and cost less
     short_part: float = 0.75  # of the run
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 3e-3
     warmup: int = 60
     weight_decay: float = 0.1
     position_decay: float = 3.0  # weight of position k is exp(-(k - 1) / position_decay)
@@ -141,59 +142,44 @@ def token_counts(sequences: list[Sequence], vocab: int) -> torch.Tensor:
     return torch.bincount(answers, minlength=vocab)
 
 
-def initial_drafter(shape: DrafterShape, target: Target, seed: int, source_layers: tuple[int, ...] = ()) -> Drafter:
-    """A drafter to train: layers copied from the target's ``source_layers``, or random weights if there are none.
+def initial_drafter(
+    shape: DrafterShape, target: Target, sequences: list[Sequence], whiteners: torch.Tensor, seed: int
+) -> Drafter:
+    """Random weights, small on the way back to the residual stream, with local attention heads.
 
-    A copied layer brings what the target learnt from far more text than can be generated here. The context starts as
-    the last tap under the norm of the last copied layer, which is what that layer's keys and values are made of in the
-    target if the tap is the layer before it.
+    fc is random in whitened space, so that all tapped layers and channels have a say. The final norm begins as the
+    target's, reduced: with its full weight random hidden states would make very confident guesses.
     """
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     drafter = Drafter(shape)
-    h, d = shape.hidden_size, shape.head_dim
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
             if "o_proj" in name or "down_proj" in name:
                 parameter.data.mul_((2 * shape.num_hidden_layers) ** -0.5)
-    drafter.norm.weight.data.copy_(target.norm)
-    for layer, source in zip(drafter.layers, source_layers):
-        block, attention, mlp = target.blocks[source], layer.self_attn, layer.mlp
-        sizes = [target.heads * d, target.kv_heads * d, target.kv_heads * d]
-        for projection, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), block["qkv"].split(sizes)):
-            projection.weight.data.copy_(weight)
-        attention.o_proj.weight.data.copy_(block["out"])
-        gate, up = block["gate_up"].chunk(2)
-        # A narrower MLP keeps the units with the largest weights.
-        size = gate.norm(dim=1) * up.norm(dim=1) * block["down"].norm(dim=0)
-        kept = size.topk(shape.intermediate_size).indices.sort().values
-        mlp.gate_proj.weight.data.copy_(gate[kept])
-        mlp.up_proj.weight.data.copy_(up[kept])
-        mlp.down_proj.weight.data.copy_(block["down"][:, kept])
-        layer.input_layernorm.weight.data.copy_(block["norm1"])
-        layer.post_attention_layernorm.weight.data.copy_(block["norm2"])
-    if source_layers:
-        drafter.fc.weight.data.mul_(0.1)
-        drafter.fc.weight.data[:, -h:] += torch.eye(h)
-        drafter.hidden_norm.weight.data.copy_(target.blocks[source_layers[-1]]["norm1"])
+    taps, h = len(shape.target_layer_ids), shape.hidden_size
+    white = torch.randn(taps, h, h, generator=generator) * (taps * h) ** -0.5
+    drafter.fc.weight.data.copy_(folded_fc(white, whiteners))
+    drafter.norm.weight.data.copy_(target.norm * 0.4)
+    start_local_heads(drafter, target.embed, sequences)
     return drafter
 
 
 def train(
     drafter: Drafter,
     embed: torch.Tensor,
+    whitened: tuple[torch.Tensor, torch.Tensor],
     load: Callable[[], list[Sequence]],
     dev: list[Sequence],
     recipe: Recipe,
     checkpoint: Path,
     progress: Callable[[str], None] = print,
-    every: int = 100,
-    from_target: bool = True,
+    every: int = 50,
     minutes: float = float("inf"),
 ) -> Drafter:
     """Train in place and return the drafter with averaged weights; resumes from ``checkpoint`` if it exists.
 
-    ``load`` is called at the start of every pass over the data, so that text which is still being generated joins in.
+    ``whitened`` are the matrices of whitening(), in which fc is trained. ``load`` is called at the start of every pass over the data, so that text which is still being generated joins in.
     With a limit in ``minutes`` the schedule runs by the clock and ends in time, whatever number of steps that makes.
     """
     sequences = load()
@@ -201,14 +187,11 @@ def train(
     torch.manual_seed(recipe.seed)
     taps = len(drafter.shape.target_layer_ids)
     head = FrequentHead(embed, token_counts(sequences, len(embed)), recipe.frequent, recipe.sampled)
-    whiteners, inverses = whitening(sequences, taps, generator)
     progress(f"training: {len(sequences)} sequences, frequent rows cover {head.coverage:.1%} of the answers")
 
     h = drafter.shape.hidden_size
-    if from_target:
-        initial = torch.bmm(drafter.fc.weight.data.view(h, taps, h).transpose(0, 1), inverses)
-    else:
-        initial = torch.randn(taps, h, h, generator=generator) * (taps * h) ** -0.5
+    whiteners, inverses = whitened
+    initial = torch.bmm(drafter.fc.weight.data.view(h, taps, h).transpose(0, 1), inverses)
     white = torch.nn.Parameter(initial)
     rest = [p for name, p in drafter.named_parameters() if name != "fc.weight"]
     parameters = [white, *rest]
@@ -230,6 +213,7 @@ def train(
             p.data.copy_(value)
             a.copy_(mean)
         optimizer.load_state_dict(saved["optimizer"])
+        whiteners = saved["whiteners"]
         progress(f"training: resumed at step {first}")
 
     stream = batches(load, recipe.sequences, generator)
@@ -267,6 +251,7 @@ def train(
                 accepted = evaluate(drafter, folded_fc(average[0], whiteners), average[1:], rest, embed, dev, recipe.seed)
                 progress(f"training: step {step}, dev: accepted at 1..7: {accepted}")
             state = {"step": step, "part": part, "parameters": [p.detach() for p in parameters], "average": average}
+            state["whiteners"] = whiteners
             save_state({**state, "optimizer": optimizer.state_dict()}, checkpoint)
     for p, mean in zip(rest, average[1:]):
         p.data.copy_(mean)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS, TAPS = 64, 128, 4, 2, 16, 256, 4, (0, 2, 3)
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS, TAPS = 64, 128, 4, 2, 16, 256, 4, (0, 1, 2)
 COMMON = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
