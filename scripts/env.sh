@@ -73,8 +73,8 @@ fi
 
 if [ ! -e "$env/.ready" ] || [ "$here/pyproject.toml" -nt "$env/.ready" ]; then
   say "installing this checkout into $env"
-  rm -rf "$env"
-  "$python" -m venv --without-pip "$env"
+  # Never deleted, only completed: servers may be running from it.
+  [ -e "$env/bin/python" ] || "$python" -m venv --without-pip "$env"
   site=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   deps_site=$("$deps/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   # addsitedir, not a bare path: the .pth files of the dependencies must be read too.

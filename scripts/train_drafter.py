@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train the DFlash drafter of the demo model from nothing but PyPI packages: one command, about two hours on two cores.
+"""Train the DFlash drafter of the demo model from nothing but PyPI packages: one command.
 
   "$(scripts/env.sh)/bin/python" scripts/train_drafter.py --out drafters/smollm2-135m-dflash-b8
 

@@ -1,14 +1,14 @@
 """AR, DFLASH and DDTREE on the CPU: tokens/s, acceptance length and identical output, in rounds.
 
-Serves the demo's target and drafter and sends held-out prompts (seen by no training run) to every arm in turns. Writes
-NAME.md and NAME.json into the output directory. The exit status is 1 when a float32 answer differs from plain decoding's.
+Serves the demo's target and drafter and sends held-out prompts, which scripts/train_drafter.py never reads, to every
+arm in turns. Writes NAME.md and NAME.json into the output directory. The exit status is 1 when a float32 answer differs
+from plain decoding's.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +20,7 @@ from sglang_ddtree.bench.prompts import SETS, load_prompts
 from sglang_ddtree.config import DEFAULT_TOP_K, MAX_BUDGET
 from sglang_ddtree.cpu.threads import choose
 from sglang_ddtree.demo.model import prepare_target
+from sglang_ddtree.demo.packages import cache_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = make_arms(options.budgets)
     threads = options.threads or choose().count
     servers = options.servers or machine.servers_that_fit()
-    log_dir = Path(tempfile.mkdtemp(prefix="ddtree-bench-"))
+    log_dir = cache_dir() / "logs" / "bench"
     say(f"{len(prompts)} prompts, {threads} torch thread(s), at most {servers} servers at once, logs in {log_dir}")
 
     turns: dict[str, list[compare.Turn]] = {}

@@ -11,10 +11,8 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from openai import OpenAIError
 
@@ -23,7 +21,7 @@ from sglang_ddtree.bench.arms import AR, DFLASH, DRAFTER, Arm, Stint
 from sglang_ddtree.bench.prompts import SETS, Prompt, load_prompts
 from sglang_ddtree.config import DEFAULT_BUDGET_CPU, MAX_BUDGET
 from sglang_ddtree.demo.model import prepare_target
-from sglang_ddtree.demo.packages import PackageError
+from sglang_ddtree.demo.packages import PackageError, cache_dir
 
 QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it in one sentence."
 
@@ -77,7 +75,7 @@ def demo(options: argparse.Namespace) -> int:
         threads=choose_threads(),
         max_tokens=options.tokens,
     )
-    log_dir = Path(tempfile.mkdtemp(prefix="ddtree-demo-"))
+    log_dir = cache_dir() / "logs" / "demo"
     ddtree = Arm("DDTREE", options.budget)
     say(f"server logs are in {log_dir}")
     together = not options.one_at_a_time and machine.servers_that_fit() >= 3

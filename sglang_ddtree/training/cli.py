@@ -33,7 +33,7 @@ SEED = 1
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Flags; the defaults are how the shipped drafter was made, apart from the clock."""
+    """Flags; the defaults are those of the shipped drafter, which stopped both stages by the clock, however."""
     parser = argparse.ArgumentParser(description="Train a DFlash drafter for SmolLM2-135M-Instruct.")
     parser.add_argument("--out", type=Path, help="directory for config.json and model.safetensors")
     parser.add_argument("--work", type=Path, help="text, checkpoints, logs (default: under the cache)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ddtree.bench.prompts import Prompt, ask, code_question, load_prompts
@@ -56,7 +57,7 @@ def documented_functions(rng: random.Random) -> list[Prompt]:
                 prompts.append((f"stdlib/{path.stem}.{node.name}", node.name, arguments, doc))
     unique = list({(name, doc): (id, name, arguments, doc) for id, name, arguments, doc in prompts}.values())
     rng.shuffle(unique)
-    return [ask(id, "code", documented_question(*rest, rng)) for id, *rest in unique]
+    return [ask(id, "code", documented_question(name, arguments, doc, rng)) for id, name, arguments, doc in unique]
 
 
 def documented_question(name: str, arguments: str, doc: str, rng: random.Random) -> str:
@@ -77,7 +78,7 @@ def documented_question(name: str, arguments: str, doc: str, rng: random.Random)
 
 
 # (words of the docstring, part of the function's name, predicate)
-FILTERS = [
+FILTERS: list[tuple[str, str, Callable | None]] = [
     ("even numbers", "even", lambda x: x % 2 == 0),
     ("odd numbers", "odd", lambda x: x % 2 == 1),
     ("positive numbers", "positive", lambda x: x > 0),
@@ -91,7 +92,7 @@ FILTERS = [
     ("numbers that end in five", "ending_in_five", lambda x: abs(x) % 10 == 5),
     ("numbers smaller than the average of the list", "below_average", None),
 ]
-MAPS = [
+MAPS: list[tuple[str, str, Callable]] = [
     ("", "", lambda x: x),
     ("the squares of the ", "squared_", lambda x: x * x),
     ("the doubled values of the ", "doubled_", lambda x: 2 * x),
@@ -99,36 +100,105 @@ MAPS = [
     ("the digit sums of the ", "digit_sum_", lambda x: sum(int(d) for d in str(abs(x)))),
     ("the cubes of the ", "cubed_", lambda x: x**3),
 ]
-REDUCTIONS = [
+REDUCTIONS: list[tuple[str, str, str, Callable]] = [
     ("Return the sum of {what} in the list.", "sum_{name}", "int", sum),
-    ("Return the largest of {what} in the list, or None if there are none.", "max_{name}", "int", lambda v: max(v, default=None)),
-    ("Return the smallest of {what} in the list, or None if there are none.", "min_{name}", "int", lambda v: min(v, default=None)),
+    (
+        "Return the largest of {what} in the list, or None if there are none.",
+        "max_{name}",
+        "int",
+        lambda v: max(v, default=None),
+    ),
+    (
+        "Return the smallest of {what} in the list, or None if there are none.",
+        "min_{name}",
+        "int",
+        lambda v: min(v, default=None),
+    ),
     ("Count {what} in the given list without duplicates.", "count_unique_{name}", "int", lambda v: len(set(v))),
     ("Given a list of integers, return a sorted list of {what}.", "sorted_{name}", "List[int]", sorted),
     ("Return {what} in reverse order.", "reversed_{name}", "List[int]", lambda v: v[::-1]),
-    ("Compute the running total of {what} in the list.", "running_{name}", "List[int]", lambda v: [sum(v[: i + 1]) for i in range(len(v))]),
-    ("Return the product of {what}, or 1 if there are none.", "product_{name}", "int", lambda v: __import__("math").prod(v)),
+    (
+        "Compute the running total of {what} in the list.",
+        "running_{name}",
+        "List[int]",
+        lambda v: [sum(v[: i + 1]) for i in range(len(v))],
+    ),
+    (
+        "Return the product of {what}, or 1 if there are none.",
+        "product_{name}",
+        "int",
+        lambda v: __import__("math").prod(v),
+    ),
 ]
 # (name, words of the docstring, function)
-STRINGS = [
+STRINGS: list[tuple[str, str, Callable]] = [
     ("count_vowels", "Return the number of vowels in {s}.", lambda s: sum(c in "aeiou" for c in s.lower())),
     ("reverse_words", "Return {s} with its words in reverse order.", lambda s: " ".join(s.split()[::-1])),
-    ("longest_word", "Return the longest word of {s}. The first one wins if there are several.", lambda s: max(s.split(), key=len)),
+    (
+        "longest_word",
+        "Return the longest word of {s}. The first one wins if there are several.",
+        lambda s: max(s.split(), key=len),
+    ),
     ("remove_vowels", "Remove all vowels from {s}.", lambda s: "".join(c for c in s if c.lower() not in "aeiou")),
-    ("is_palindrome", "Check whether {s} reads the same in both directions, ignoring spaces and case.", lambda s: (t := s.lower().replace(" ", "")) == t[::-1]),
+    (
+        "is_palindrome",
+        "Check whether {s} reads the same in both directions, ignoring spaces and case.",
+        lambda s: (t := s.lower().replace(" ", "")) == t[::-1],
+    ),
     ("capitalize_words", "Capitalise the first letter of every word of {s}.", lambda s: s.title()),
-    ("letter_frequencies", "Return a dictionary that maps every letter of {s} to how often it occurs.", lambda s: {c: s.count(c) for c in s if c != " "}),
-    ("first_letters", "Return the first letters of all words of {s} as one string.", lambda s: "".join(w[0] for w in s.split())),
-    ("swap_case", "Turn the lower case letters of {s} into upper case and the other way round.", lambda s: s.swapcase()),
-    ("words_of_length", "Return the list of words of {s} that have exactly five letters.", lambda s: [w for w in s.split() if len(w) == 5]),
-    ("unique_letters", "Return the number of distinct letters in {s}, ignoring case.", lambda s: len(set(s.lower().replace(" ", "")))),
+    (
+        "letter_frequencies",
+        "Return a dictionary that maps every letter of {s} to how often it occurs.",
+        lambda s: {c: s.count(c) for c in s if c != " "},
+    ),
+    (
+        "first_letters",
+        "Return the first letters of all words of {s} as one string.",
+        lambda s: "".join(w[0] for w in s.split()),
+    ),
+    (
+        "swap_case",
+        "Turn the lower case letters of {s} into upper case and the other way round.",
+        lambda s: s.swapcase(),
+    ),
+    (
+        "words_of_length",
+        "Return the list of words of {s} that have exactly five letters.",
+        lambda s: [w for w in s.split() if len(w) == 5],
+    ),
+    (
+        "unique_letters",
+        "Return the number of distinct letters in {s}, ignoring case.",
+        lambda s: len(set(s.lower().replace(" ", ""))),
+    ),
     ("every_second", "Return every second character of {s}, beginning with the first.", lambda s: s[::2]),
-    ("sort_words", "Return the words of {s} in alphabetical order, separated by one space.", lambda s: " ".join(sorted(s.split()))),
-    ("count_upper", "Count the upper case letters of {s} that stand at an even index.", lambda s: sum(c.isupper() for c in s[::2])),
+    (
+        "sort_words",
+        "Return the words of {s} in alphabetical order, separated by one space.",
+        lambda s: " ".join(sorted(s.split())),
+    ),
+    (
+        "count_upper",
+        "Count the upper case letters of {s} that stand at an even index.",
+        lambda s: sum(c.isupper() for c in s[::2]),
+    ),
     ("replace_spaces", "Replace every space of {s} by an underscore.", lambda s: s.replace(" ", "_")),
-    ("caesar_shift", "Shift each letter of {s} by one place in the alphabet, z becomes a.", lambda s: "".join(chr((ord(c) - 97 + 1) % 26 + 97) if c.islower() else c for c in s)),
+    (
+        "caesar_shift",
+        "Shift each letter of {s} by one place in the alphabet, z becomes a.",
+        lambda s: "".join(chr((ord(c) - 97 + 1) % 26 + 97) if c.islower() else c for c in s),
+    ),
 ]
-TEXTS = ["hello world", "The quick brown Fox", "never odd or even", "a Day in the life", "green apple tree", "Python is fun", "level up", "data science class"]
+TEXTS = [
+    "hello world",
+    "The quick brown Fox",
+    "never odd or even",
+    "a Day in the life",
+    "green apple tree",
+    "Python is fun",
+    "level up",
+    "data science class",
+]
 STRING_WORDS = ["the given string", "a string", "the input text", "a sentence", "the string s"]
 
 
@@ -155,7 +225,9 @@ def synthetic_functions(rng: random.Random) -> list[Prompt]:
                 annotation = f"{argument}: List[int]" if head else argument
                 result = f" -> {kind}" if head else ""
                 doc = sentence.format(what=what)
-                tasks.append((full, f'{head}def {full}({annotation}){result}:\n    """{doc}\n{"".join(examples)}    """'))
+                tasks.append(
+                    (full, f'{head}def {full}({annotation}){result}:\n    """{doc}\n{"".join(examples)}    """')
+                )
     for name, sentence, function in STRINGS:
         for words in STRING_WORDS:
             texts = rng.sample(TEXTS, 2)

@@ -35,9 +35,7 @@ def load_sequences(directory: Path, minimum: int = 6) -> list[Sequence]:
     return sequences
 
 
-def batches(
-    load: Callable[[], list[Sequence]], size: int, generator: torch.Generator
-) -> Iterator[list[Sequence]]:
+def batches(load: Callable[[], list[Sequence]], size: int, generator: torch.Generator) -> Iterator[list[Sequence]]:
     """Batches without end: loaded and shuffled anew every epoch, lengths within a batch are similar."""
     while True:
         sequences = load()

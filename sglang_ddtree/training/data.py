@@ -14,7 +14,14 @@ MIX = {"code": 0.36, "maths": 0.26, "chat": 0.38}
 # Words in a row that a training prompt may share with a dev or held-out question.
 OVERLAP_WORDS = 10
 # Said around every function, so it is no overlap.
-BOILERPLATE = (code_question("").split("```")[0].strip(), "```python", "```", "from typing import List", "Examples:", ">>>")
+BOILERPLATE = (
+    code_question("").split("```")[0].strip(),
+    "```python",
+    "```",
+    "from typing import List",
+    "Examples:",
+    ">>>",
+)
 
 
 def training_prompts(count: int, seed: int) -> list[Prompt]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -98,6 +97,16 @@ def generate_batch(
     return results
 
 
+def common_prefix(prompts: list[list[int]]) -> int:
+    """How many first tokens all prompts share; at least one token of each is left to be run."""
+    shared = 0
+    for column in zip(*prompts):
+        if len(set(column)) > 1:
+            break
+        shared += 1
+    return min(shared, min(map(len, prompts)) - 1)
+
+
 def write_shard(path: Path, prompts: list[list[int]], results: list[dict[str, torch.Tensor]]) -> None:
     """Save a shard under a temporary name first, so that a file that exists is complete."""
     tensors = {
@@ -126,7 +135,7 @@ def generate_shards(
 ) -> None:
     """Generate every missing shard whose number is ``worker`` modulo ``workers``, until the clock reaches stop_at."""
     directory.mkdir(parents=True, exist_ok=True)
-    prefix = len(commonprefix(prompts))
+    prefix = common_prefix(prompts)
     # Within a run of several groups prompts are sorted by length, so that a group needs little padding.
     window = 8 * group
     order = [i for low in range(0, len(prompts), window)

@@ -120,9 +120,13 @@ def gsm8k_variations(rng: random.Random, copies: int) -> list[Prompt]:
         text = prompt.messages[0]["content"]
         prompts.append(prompt)
         names = sorted({word for word in re.findall(r"\b[A-Z][a-z]{2,}\b", text) if text.count(word) > 1})
-        names = [name for name in names if name not in ("How", "The", "She", "Her", "His", "They", "There", "What", "Each")]
+        names = [
+            name for name in names if name not in ("How", "The", "She", "Her", "His", "They", "There", "What", "Each")
+        ]
         for copy in range(copies):
-            changed = re.sub(r"(?<![\d.,])\d{1,4}(?![\d,]*\d|\.\d)", lambda found: str(nearby(int(found.group()), rng)), text)
+            changed = re.sub(
+                r"(?<![\d.,])\d{1,4}(?![\d,]*\d|\.\d)", lambda found: str(nearby(int(found.group()), rng)), text
+            )
             for name, other in zip(names, rng.sample(NAMES, len(names))):
                 changed = re.sub(rf"\b{name}\b", other, changed)
             prompts.append(ask(f"{prompt.id}/copy{copy}", "maths", changed))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sglang_ddtree.bench.prompts import SETS, load_prompts
+from sglang_ddtree.bench.prompts import load_prompts
 from sglang_ddtree.training.corpus import Sequence, load_sequences
 from sglang_ddtree.training.data import encode_prompts
 from sglang_ddtree.training.generate import generate_shards
@@ -107,7 +107,8 @@ def measure(drafter: Drafter, embed: torch.Tensor, sequences: list[Sequence]) ->
     """Tally over the answers of one prompt set."""
     tally = Tally({}, {})
     for q in sequences:
-        for way, accepted in accepted_drafts(*proposals(drafter, embed, q), q).items():
+        log_probs, ids = proposals(drafter, embed, q)
+        for way, accepted in accepted_drafts(log_probs, ids, q).items():
             steps, committed = replay(accepted)
             tally.steps[way] = tally.steps.get(way, 0) + steps
             tally.committed[way] = tally.committed.get(way, 0) + committed
@@ -122,8 +123,3 @@ def table(tallies: dict[str, Tally]) -> str:
     lines = ["| set | chain | " + " | ".join(f"budget {b}" for b in BUDGETS) + " |", "|---" * (len(ways) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(f"{row[way]:.2f}" for way in ways) + " |" for name, row in lengths.items()]
     return "\n".join(lines)
-
-
-def all_sets() -> tuple[str, ...]:
-    """Names of the prompt sets that are measured."""
-    return tuple(SETS)

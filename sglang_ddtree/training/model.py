@@ -159,7 +159,9 @@ class Drafter(nn.Module):
         s, size = context.shape[1], block.shape[2]
         if positions is None:
             positions = torch.arange(s)
-        table = rotary_table(self.shape.head_dim, self.shape.rope_theta, int(max(anchors.max(), positions.max())) + size + 1)
+        table = rotary_table(
+            self.shape.head_dim, self.shape.rope_theta, int(max(anchors.max(), positions.max())) + size + 1
+        )
         context_rotary = (table[0][positions], table[1][positions])
         block_positions = anchors[..., None] + torch.arange(size)
         block_rotary = (table[0][block_positions], table[1][block_positions])
@@ -171,7 +173,9 @@ class Drafter(nn.Module):
         return self.norm(x)
 
 
-def block_embeddings(embed: torch.Tensor, tokens: torch.Tensor, shape: DrafterShape, size: int | None = None) -> torch.Tensor:
+def block_embeddings(
+    embed: torch.Tensor, tokens: torch.Tensor, shape: DrafterShape, size: int | None = None
+) -> torch.Tensor:
     """Embeddings [..., B, h] of blocks that begin with ``tokens`` [...] and go on with masks."""
     ids = torch.full((*tokens.shape, size or shape.block_size), shape.mask_token_id)
     ids[..., 0] = tokens

@@ -59,7 +59,7 @@ class FrequentHead:
     def losses(
         self, hidden: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden and teacher [n, h], labels [n] -> cross-entropy [n], distillation [n], hits (top token is right) [n]."""
+        """hidden and teacher [n, h], labels [n] -> cross-entropy [n], distillation [n], hits [n] (top token right)."""
         chosen = self.others[torch.randint(len(self.others), (self.sampled,), generator=generator)]
         rows = torch.cat([self.frequent_rows, self.embed[chosen]])
         bias = torch.zeros(len(rows))
@@ -179,7 +179,8 @@ def train(
 ) -> Drafter:
     """Train in place and return the drafter with averaged weights; resumes from ``checkpoint`` if it exists.
 
-    ``whitened`` are the matrices of whitening(), in which fc is trained. ``load`` is called at the start of every pass over the data, so that text which is still being generated joins in.
+    ``whitened`` are the matrices of whitening(), in which fc is trained. ``load`` is called at the start of every pass
+    over the data, so that text which is still being generated joins in.
     With a limit in ``minutes`` the schedule runs by the clock and ends in time, whatever number of steps that makes.
     """
     sequences = load()
@@ -242,13 +243,16 @@ def train(
         if step % every == 0 or part >= 1:
             chain = " ".join(f"{x:.3f}" for x in torch.stack(hits_sum[-every:]).mean(0).tolist())
             left = min(spent / (step - first) * (recipe.steps - step), (1 - earlier) * minutes * 60)
+            mean = sum(losses[-every:]) / len(losses[-every:])
             progress(
-                f"training: step {step}, {part:.0%}, block {size}, loss {sum(losses[-every:]) / len(losses[-every:]):.3f}, "
+                f"training: step {step}, {part:.0%}, block {size}, loss {mean:.3f}, "
                 f"accepted at 1..3: {chain}, {spent / (step - first):.2f} s a step, {left / 60:.1f} min left"
             )
         if step % (4 * every) == 0 or part >= 1:
             if dev:
-                accepted = evaluate(drafter, folded_fc(average[0], whiteners), average[1:], rest, embed, dev, recipe.seed)
+                accepted = evaluate(
+                    drafter, folded_fc(average[0], whiteners), average[1:], rest, embed, dev, recipe.seed
+                )
                 progress(f"training: step {step}, dev: accepted at 1..7: {accepted}")
             state = {"step": step, "part": part, "parameters": [p.detach() for p in parameters], "average": average}
             state["whiteners"] = whiteners

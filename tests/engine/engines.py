@@ -45,7 +45,7 @@ def dflash_flags() -> list[str]:
 
 
 class Reference:
-    """Plain decoding's answers, one request at a time, each asked once. Its server starts on the first question.
+    """Plain decoding's answers, each asked once. Its server starts on the first question.
 
     SGLANG_DDTREE_TEST_REFERENCE may hold the URL of a running one, for repeated runs by hand.
     """
@@ -56,18 +56,23 @@ class Reference:
         self._server: Server | None = None
         self._known: dict[str, dict[str, Any]] = {}
 
-    def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The raw answer of ``/generate``."""
-        key = json.dumps(body, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = self._start().post("/generate", body)
-        return self._known[key]
+    def post(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The raw answers of ``/generate``; unknown ones are asked eight at a time."""
+        keys = [json.dumps(body, sort_keys=True) for body in bodies]
+        unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self._known}
+        if unknown:
+            server = self._start()
+            with ThreadPoolExecutor(8) as pool:
+                answers = pool.map(lambda body: server.post("/generate", body), unknown.values())
+                self._known.update(zip(unknown, answers, strict=True))
+        return [self._known[key] for key in keys]
 
     def answer(self, input_ids: Sequence[int], max_new_tokens: int, **sampling: Any) -> Output:
-        return as_output(self.post(request(input_ids, max_new_tokens, **sampling)))
+        return as_output(self.post([request(input_ids, max_new_tokens, **sampling)])[0])
 
     def answers(self, asked: Sequence[Question], max_new_tokens: int, **sampling: Any) -> list[Output]:
-        return [self.answer(question.input_ids, max_new_tokens, **sampling) for question in asked]
+        bodies = [request(question.input_ids, max_new_tokens, **sampling) for question in asked]
+        return [as_output(answer) for answer in self.post(bodies)]
 
     def _start(self) -> Server:
         if self._server is None:

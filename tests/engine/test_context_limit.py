@@ -40,7 +40,8 @@ def run(server, reference, cases):
     """Cases ``(question, tokens asked, tokens got)``, all at once, against plain decoding without a limit."""
     bodies = [request(question.input_ids, asked, ignore_eos=True) for question, asked, _ in cases]
     got = [as_output(answer) for answer in at_once(server, bodies)]
-    expected = [reference.answer(question.input_ids, most, ignore_eos=True) for question, _, most in cases]
+    unlimited = [request(question.input_ids, most, ignore_eos=True) for question, _, most in cases]
+    expected = [as_output(answer) for answer in reference.post(unlimited)]
     assert_equal([question for question, _, _ in cases], expected, got)
     assert server.alive()
 

@@ -44,7 +44,7 @@ def short(tokenizer):
 def compare(server, reference, cases):
     """All ``cases`` (question, tokens, sampling) at once; each must be what plain decoding gives for it alone."""
     bodies = [request(question.input_ids, tokens, **sampling) for question, tokens, sampling in cases]
-    expected = [reference.post(body) for body in bodies]
+    expected = reference.post(bodies)
     got = at_once(server, bodies)
     names = [Question(f"{question.id} {tokens} {sampling}", []) for question, tokens, sampling in cases]
     assert_equal(names, [as_output(answer) for answer in expected], [as_output(answer) for answer in got])
@@ -75,8 +75,8 @@ def test_max_tokens(server, reference, questions, first):
 def test_stop_strings(server, reference, questions, tokenizer):
     """A word of plain decoding's own answer as the stop string: whole, cut out of its middle, or over two tokens."""
     cases = []
-    for question in questions[:4]:
-        ids = reference.answer(question.input_ids, 48).ids
+    for question, answer in zip(questions[:4], reference.answers(questions[:4], 48), strict=True):
+        ids = answer.ids
         words = [word for word in tokenizer.decode(ids).split() if len(word) > 3]
         middle = words[len(words) // 2]
         cases += [(question, 48, {"stop": [middle]}), (question, 48, {"stop": [middle[1:-1], words[-1]]})]
@@ -102,9 +102,8 @@ def test_a_stop_string_behind_the_end_of_sequence(server, reference, short, toke
 
 def test_stop_token_ids(server, reference, questions):
     cases = []
-    for question in questions[:3]:
-        ids = reference.answer(question.input_ids, 48).ids
-        cases += [(question, 48, {"stop_token_ids": [ids[at]]}) for at in (0, 5, 11, 20)]
+    for question, answer in zip(questions[:3], reference.answers(questions[:3], 48), strict=True):
+        cases += [(question, 48, {"stop_token_ids": [answer.ids[at]]}) for at in (0, 5, 11, 20)]
     got = compare(server, reference, cases)
     assert all(answer["meta_info"]["finish_reason"]["type"] == "stop" for answer in got)
 
@@ -124,7 +123,7 @@ def test_streaming(server, reference, questions, short):
     """Chunks only grow, and the last is the whole answer."""
     for question, tokens in ((questions[0], 40), (short[0], 40)):
         body = request(question.input_ids, tokens)
-        expected = reference.post(body)
+        expected = reference.post([body])[0]
         chunks = list(stream(server, body))
         texts = [chunk["text"] for chunk in chunks]
         assert len(chunks) > 1
@@ -145,7 +144,7 @@ def test_log_probabilities(server, reference, questions):
         }
         for question, tokens in zip(questions[:3], (17, 22, 24), strict=True)
     ]
-    expected = [reference.post(body)["meta_info"] for body in bodies]
+    expected = [answer["meta_info"] for answer in reference.post(bodies)]
     for want, have in zip(expected, [answer["meta_info"] for answer in at_once(server, bodies)], strict=True):
         chosen, got = want["output_token_logprobs"], have["output_token_logprobs"]
         assert [entry[1] for entry in got] == [entry[1] for entry in chosen]
@@ -162,7 +161,7 @@ def test_sampled_requests_leave_greedy_ones_alone(server, reference, questions):
     greedy = [request(question.input_ids, 24) for question in questions[:4]]
     mixed = [request(question.input_ids, 24, **sampled) for question in questions[4:8]]
     got = at_once(server, [body for pair in zip(greedy, mixed, strict=True) for body in pair])
-    expected = [as_output(reference.post(body)) for body in greedy]
+    expected = reference.answers(questions[:4], 24)
     assert_equal(questions[:4], expected, [as_output(answer) for answer in got[::2]])
     for answer in got[1::2]:
         assert 0 < len(answer["output_ids"]) <= 24
@@ -187,7 +186,7 @@ def is_idle(server):
 def test_aborts(server, reference, questions):
     """A client that goes away, and an abort by id, in mid-answer; a neighbour is served as if alone."""
     neighbour = request(questions[2].input_ids, 40)
-    expected = as_output(reference.post(neighbour))
+    expected = reference.answer(questions[2].input_ids, 40)
     answers = {}
 
     def ask(name, body):
@@ -258,8 +257,9 @@ def test_two_hundred_mixed_requests_leave_nothing_behind(server, reference, ques
     assert not failures
     # Greedy answers are prefixes of each other, so one long reference answer per prompt checks them all.
     assert len(greedy) == 40
+    long = dict(zip((q.id for q in asked), reference.answers(asked, 24), strict=True))
     for question, tokens, ids in greedy:
-        assert ids == reference.answer(question.input_ids, 24).ids[:tokens], question.id
+        assert ids == long[question.id].ids[:tokens], question.id
 
     assert wait_until(lambda: is_idle(server))
     time.sleep(2)  # SGLang's own check runs when its loop finds nothing to do, and ends the server on a leak
@@ -269,4 +269,4 @@ def test_two_hundred_mixed_requests_leave_nothing_behind(server, reference, ques
     assert usage["num_used_tokens"] == 0
     assert not log_has(server, "leak detected")
     answer = as_output(server.post("/generate", request(questions[0].input_ids, 12)))
-    assert answer.ids == reference.answer(questions[0].input_ids, 24).ids[:12]
+    assert answer.ids == long[questions[0].id].ids[:12]

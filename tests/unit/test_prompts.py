@@ -35,7 +35,7 @@ def made_up_packages(monkeypatch):
 def test_splits_are_disjoint_and_complete(made_up_packages, name):
     splits = {split: [prompt.id for prompt in load_prompts(name, split)] for split in SPLITS}
     everything = [prompt.id for prompt in SETS[name].read()]
-    assert sorted(sum(splits.values(), [])) == sorted(everything)
+    assert sorted(id for ids in splits.values() for id in ids) == sorted(everything)
     assert len(splits["heldout"]) == SETS[name].heldout and len(splits["dev"]) == SETS[name].dev
 
 
@@ -52,7 +52,11 @@ def test_limit_takes_the_first_of_the_split(made_up_packages):
 
 def test_prompts_are_chat_messages_with_their_kind(made_up_packages):
     first = load_prompts("humaneval", "train", 1)[0]
-    assert first.kind == "code" and first.messages[0]["role"] == "user" and "```python\ndef f" in first.messages[0]["content"]
+    assert (
+        first.kind == "code"
+        and first.messages[0]["role"] == "user"
+        and "```python\ndef f" in first.messages[0]["content"]
+    )
     assert {load_prompts(name, "dev", 1)[0].kind for name in SETS} == {"code", "maths", "chat"}
 
 
