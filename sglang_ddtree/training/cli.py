@@ -41,6 +41,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"training prompts (default {PROMPTS})")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help=f"training steps (default {Recipe.steps})")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end training after so many minutes")
+    parser.add_argument("--again", action="store_true", help="train on from the checkpoint of a finished run")
+    parser.add_argument("--learning-rate", type=float, default=Recipe.learning_rate)
     parser.add_argument("--generate-minutes", type=float, default=float("inf"), help="stop generating after so long")
     parser.add_argument("--workers", type=int, default=1, help="processes that generate text, one thread each")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -128,7 +130,7 @@ def dev_sequences(directory: Path, work: Path, split: str) -> dict:
 def train_stage(args: argparse.Namespace, directory: Path, work: Path) -> None:
     """Training from the checkpoint, if there is one, to the drafter directory."""
     target = load_target(directory)
-    recipe = Recipe(steps=args.steps, seed=args.seed)
+    recipe = Recipe(steps=args.steps, seed=args.seed, learning_rate=args.learning_rate)
 
     def load() -> list[Sequence]:
         return load_sequences(work / "shards")
@@ -138,7 +140,9 @@ def train_stage(args: argparse.Namespace, directory: Path, work: Path) -> None:
     drafter = initial_drafter(SHAPE, target, load()[:16], whitened[0], args.seed)
     dev = [q for name in SETS for q in load_sequences(work / f"dev-{name}", minimum=9)[:16]]
     checkpoint = work / "checkpoint.pt"
-    drafter = train(drafter, target.embed, whitened, load, dev, recipe, checkpoint, say, minutes=args.minutes)
+    drafter = train(
+        drafter, target.embed, whitened, load, dev, recipe, checkpoint, say, minutes=args.minutes, again=args.again
+    )
     save_drafter(drafter, args.out or work / "drafter")
     (work / "recipe.json").write_text(json.dumps(asdict(recipe), indent=2) + "\n")
     say(f"drafter written to {args.out or work / 'drafter'}")

@@ -176,11 +176,13 @@ def train(
     progress: Callable[[str], None] = print,
     every: int = 50,
     minutes: float = float("inf"),
+    again: bool = False,
 ) -> Drafter:
     """Train in place and return the drafter with averaged weights; resumes from ``checkpoint`` if it exists.
 
     ``whitened`` are the matrices of whitening(), in which fc is trained. ``load`` is called at the start of every pass
     over the data, so that text which is still being generated joins in.
+    ``again`` takes up a finished run: its schedule begins anew from the weights of the checkpoint, for recipe.steps more.
     With a limit in ``minutes`` the schedule runs by the clock and ends in time, whatever number of steps that makes.
     """
     sequences = load()
@@ -209,7 +211,7 @@ def train(
     first, saved_part = 0, 0.0
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
-        first, saved_part = saved["step"], saved["part"]
+        first, saved_part = saved["step"], 0.0 if again else saved["part"]
         for p, a, value, mean in zip(parameters, average, saved["parameters"], saved["average"]):
             p.data.copy_(value)
             a.copy_(mean)
@@ -217,8 +219,12 @@ def train(
         whiteners = saved["whiteners"]
         progress(f"training: resumed at step {first}")
 
+    # A run that goes on must not draw the same batches again.
+    generator.manual_seed(recipe.seed + first)
     stream = batches(load, recipe.sequences, generator)
     began, hits_sum, losses = time.time(), [], []
+    # Where the schedule began, and how much of it earlier runs have used up by the clock.
+    origin, clock_part = (first, 0.0) if again else (0, 0.0 if minutes == float("inf") else saved_part)
     step, part = first, saved_part
     drafter.train()
     while part < 1:
@@ -238,11 +244,11 @@ def train(
         hits_sum.append(hits[..., :3].float().cumprod(-1).mean((0, 1)))
         step += 1
         spent = time.time() - began
-        earlier = saved_part + spent / 60 / minutes
-        part = max(step / recipe.steps, earlier)
+        earlier = clock_part + spent / 60 / minutes
+        part = max((step - origin) / recipe.steps, earlier)
         if step % every == 0 or part >= 1:
             chain = " ".join(f"{x:.3f}" for x in torch.stack(hits_sum[-every:]).mean(0).tolist())
-            left = min(spent / (step - first) * (recipe.steps - step), (1 - earlier) * minutes * 60)
+            left = min(spent / (step - first) * (recipe.steps - step + origin), (1 - earlier) * minutes * 60)
             mean = sum(losses[-every:]) / len(losses[-every:])
             progress(
                 f"training: step {step}, {part:.0%}, block {size}, loss {mean:.3f}, "
