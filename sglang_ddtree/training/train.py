@@ -182,7 +182,7 @@ def train(
 
     ``whitened`` are the matrices of whitening(), in which fc is trained. ``load`` is called at the start of every pass
     over the data, so that text which is still being generated joins in.
-    ``again`` takes up a finished run: its schedule begins anew from the weights of the checkpoint, for recipe.steps more.
+    ``again`` takes up a finished run: the schedule begins anew from the checkpoint's weights, for recipe.steps more.
     With a limit in ``minutes`` the schedule runs by the clock and ends in time, whatever number of steps that makes.
     """
     sequences = load()
