@@ -21,6 +21,7 @@ import argparse
 import datetime
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -96,6 +97,8 @@ class Job:
 
 
 def main() -> int:
+    # Stopped, it must stop its server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = parse_options()
     model = prepare_target()
     tokenizer = lossless.load_tokenizer(model)

@@ -198,19 +198,26 @@ def _resolve_attention_backends(args: Any, cpu: bool) -> None:
     """Refuse a verify backend that would ignore the tree mask; choose one where nothing was chosen.
 
     Which of a split pair verifies follows SGLang's ``HybridAttnBackend``: the prefill backend, unless
-    ``--speculative-attention-mode decode``.
+    ``--speculative-attention-mode decode``. On a CPU there is one backend for everything.
     """
-    allowed = (CPU_BACKEND,) if cpu else TREE_BACKENDS
     half = "decode" if args.speculative_attention_mode == "decode" else "prefill"
-    flag = f"{half}_attention_backend" if getattr(args, f"{half}_attention_backend") else "attention_backend"
-    name = getattr(args, flag)
-    if name is None:
-        name = args.attention_backend = allowed[0]
-    if name not in allowed:
-        others = f" (or {', '.join(allowed[1:])})" if len(allowed) > 1 else ""
-        raise DDTreeError(
-            f"--{flag.replace('_', '-')} {name} ignores tree masks, so DDTREE's answers would be wrong: "
-            f"use {allowed[0]}{others}."
-        )
+    verifier = f"{half}_attention_backend" if getattr(args, f"{half}_attention_backend") else "attention_backend"
+    if args.attention_backend is None and verifier == "attention_backend":
+        args.attention_backend = CPU_BACKEND if cpu else TREE_BACKENDS[0]
+    if cpu:
+        for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            _require_backend(flag, getattr(args, flag), (CPU_BACKEND,))
+    else:
+        _require_backend(verifier, getattr(args, verifier), TREE_BACKENDS)
     if args.speculative_draft_attention_backend is None:
-        args.speculative_draft_attention_backend = name
+        args.speculative_draft_attention_backend = getattr(args, verifier)
+
+
+def _require_backend(flag: str, name: str | None, allowed: tuple[str, ...]) -> None:
+    if name is None or name in allowed:
+        return
+    others = f" (or {', '.join(allowed[1:])})" if len(allowed) > 1 else ""
+    raise DDTreeError(
+        f"--{flag.replace('_', '-')} {name} ignores tree masks, so DDTREE's answers would be wrong: "
+        f"use {allowed[0]}{others}."
+    )

@@ -49,17 +49,17 @@ def run(server, reference, cases):
 def test_requests_that_end_at_the_limit_and_just_before(server, reference, text):
     """Alternating with short ones, which hold the rows in between, and longer-lived ones after them."""
     cases = []
-    for number, length in enumerate((LONGEST_PROMPT, LONGEST_PROMPT - 1, 240, 226, 210)):
+    for number, length in enumerate((LONGEST_PROMPT, LONGEST_PROMPT - 1, 240, 226)):
         most = MOST_TOKENS - length
         cases.append((prompt(text, 50 * number, length), CONTEXT - length, most))
-        cases.append((prompt(text, 37 * number, 60 + number), 40, 40))
+        cases.append((prompt(text, 37 * number, 60 + number), 30, 30))
         cases.append((prompt(text, 50 * number + 7, length), most - 1, most - 1))
     run(server, reference, cases)
 
 
 def test_every_end_near_the_limit(server, reference, text):
     """Whatever the place in the window where the last step begins."""
-    run(server, reference, [(prompt(text, 11, 232), 24 - short, min(24 - short, 22)) for short in range(10)])
+    run(server, reference, [(prompt(text, 11, 240), 16 - short, min(16 - short, 14)) for short in range(8)])
 
 
 def test_beyond_the_limit_is_refused_and_the_server_goes_on(server, reference, text):
