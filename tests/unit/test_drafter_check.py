@@ -115,7 +115,6 @@ def test_overrides_apply_to_both(tmp_path):
     assert check_pair(draft, target, '{"vocab_size": 512}').vocab_size == 512
 
 
-@pytest.mark.skipif(not (SHIPPED / "config.json").is_file(), reason="the drafter is not in this checkout")
 def test_the_shipped_drafter(tmp_path):
     target = write_target(tmp_path / "smollm2", hidden_size=576, num_hidden_layers=30, vocab_size=49152)
     assert findings(SHIPPED, target) == []
