@@ -11,10 +11,11 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
 
+from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
+
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = ("DFLASH", "DDTREE")
-ATTENTION_BACKEND = "torch_native"
 
 
 class DDTreeCpuPlatform(CpuSRTPlatform):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 NAME = "ddtree_cpu"
+#: SGLang's own name, which this platform gives to a backend that reads tree masks (see ``platform.py``).
+ATTENTION_BACKEND = "torch_native"
 
 
 def is_selected() -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 
-ATTENTION_BACKEND = "torch_native"
+logger = logging.getLogger(__name__)
 
 
 def extend_choices() -> None:
