@@ -188,6 +188,17 @@ def _refuse_unsupported(args: Any) -> None:
             "drop it; DDTREE samples the target at every node and is lossless without it",
         ),
         (args.enable_unified_memory, "--enable-unified-memory", "drop it; SGLang has no tree verification there"),
+        (
+            args.enable_lora or args.lora_paths,
+            "LoRA adapters (--enable-lora, --lora-paths)",
+            "merge the adapter, or use DFLASH",
+        ),
+        (
+            args.enable_return_hidden_states or args.enable_return_aux_hidden_states or args.return_hidden_states_mode,
+            "hidden states in answers (--enable-return-hidden-states and its kin)",
+            "drop it; a verify pass computes those of drafts too",
+        ),
+        (args.enable_watermark, "--enable-watermark", "drop it, or use DFLASH"),
     )
     for found, what, instead in refused:
         if found:

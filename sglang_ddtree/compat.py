@@ -234,6 +234,11 @@ CONTRACT: tuple[Name, ...] = (
     ),
     # Sampling
     Name(
+        "sglang.srt.speculative.spec_sampling_mask:validate_spec_sampling_mask_request",
+        "hooks.py",
+        signature="req spec_algorithm",
+    ),
+    Name(
         "sglang.srt.layers.sampler:Sampler.forward",
         "sampling.py",
         passes="logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs positions",
@@ -245,16 +250,12 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "sampling.py", passes="next_token_logits"),
     Name("sglang.srt.runtime_context:get_parallel", "sampling.py", signature=""),
-    Name(
-        "sglang.srt.sampling.penaltylib.repetition_penalty:apply_scaling_penalties",
-        "sampling.py",
-        signature="logits scaling_penalties",
-    ),
+    Name("sglang.srt.sampling.custom_logit_processor:DisallowedTokensLogitsProcessor", "sampling.py"),
     Name(
         "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo",
-        "sampling.py",
+        "sampling.py penalties.py",
         passes="temperatures top_ps top_ks min_ps sampling_seed has_custom_logit_processor grammars "
-        "sampling_mask_batch_indices acc_additive_penalties acc_scaling_penalties logit_bias",
+        "sampling_mask_batch_indices acc_additive_penalties acc_scaling_penalties logit_bias custom_logit_processor",
     ),
     Name("sglang.srt.utils.async_probe:sanitize_nan_logits", "sampling.py", signature="logits msg"),
     Name(
@@ -290,6 +291,10 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("sglang.srt.arg_groups.choices:DRAFT_ATTENTION_BACKEND_CHOICES", "cpu/setup.py"),
     Name("sglang.srt.arg_groups.choices:add_draft_attention_backend_choices", "cpu/setup.py", signature="iterable"),
+    Name("sglang.srt.arg_groups.choices:DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "cpu/setup.py"),
+    Name(
+        "sglang.srt.arg_groups.choices:add_deterministic_attention_backend_choices", "cpu/setup.py", signature="iterable"
+    ),
     Name("sglang.srt.layers.attention.attention_registry:register_attention_backend", "cpu/setup.py", signature="name"),
     Name("sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup", "cpu/kv_pool.py"),
     Name(
@@ -314,6 +319,11 @@ CONTRACT: tuple[Name, ...] = (
         signature="accept_tokens accept_lens bonus_tokens accept_stride batch_size",
     ),
     Name(
+        "sglang.kernels.ops.sampling.murmur_hash:murmur_hash32",
+        "hooks.py cpu/ops.py",
+        signature="seed positions col_indices",
+    ),
+    Name(
         "sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func",
         "hooks.py cpu/ops.py",
         signature="req_pool_indices req_to_token start_offset end_offset out_cache_loc batch_size",
@@ -323,6 +333,12 @@ CONTRACT: tuple[Name, ...] = (
         "hooks.py",
         signature="self forward_batch pp_proxy_tensors",
         attributes="dtype",
+    ),
+    Name(
+        "sglang.srt.model_executor.model_runner:ModelRunner.maybe_enable_batch_invariant_mode",
+        "hooks.py",
+        signature="self",
+        attributes="device",
     ),
     Name(
         "sglang.srt.models.dflash:DFlashAttention.__init__",

@@ -127,6 +127,12 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_accepted_
     output.extend(later)
 
 
+def _sampling_mask_support(original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
+    if not _ddtree_is_running():
+        return original(*args, **kwargs)
+    return "return_sampling_mask is not supported with DDTREE; leave it out, or use DFLASH."
+
+
 def _dummy_verify_input(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _ddtree_is_running():
         return original(*args, **kwargs)
@@ -149,8 +155,11 @@ def _sample(original: Callable[..., Any], verify_input: Any, batch: Any, *args: 
 
     if not isinstance(verify_input, DDTreeVerifyInput) or batch.forward_mode.is_idle():
         return original(verify_input, batch, *args, **kwargs)
-    # SGLang's own does not run custom logit processors, not even for greedy requests.
-    if batch.sampling_info.is_all_greedy and not batch.sampling_info.has_custom_logit_processor:
+    from sglang_ddtree.penalties import has_penalties
+
+    info = batch.sampling_info
+    # SGLang's own runs no custom logit processors and relaxes penalties, for greedy requests too.
+    if info.is_all_greedy and not info.has_custom_logit_processor and not has_penalties(info):
         return original(verify_input, batch, *args, **kwargs)
     return verify_input.sample(batch, *args, **kwargs)
 
@@ -178,6 +187,12 @@ ENGINE = (
         "token or another stop string would win, and the answer would differ from plain decoding",
     ),
     Hook(
+        "sglang.srt.speculative.spec_sampling_mask.validate_spec_sampling_mask_request",
+        _sampling_mask_support,
+        "around",
+        "SGLang takes DDTREE for DFLASH here and accepts the request, whose answer would then lack the mask",
+    ),
+    Hook(
         "sglang.srt.speculative.spec_info.create_dummy_verify_input",
         _dummy_verify_input,
         "around",
@@ -194,7 +209,8 @@ ENGINE = (
         _sample,
         "around",
         "sampled requests draw at every node with SGLang's own sampler (all parameters, exact seeds); without it they "
-        "are sampled by EAGLE's kernel, which ignores min_p and exists on CUDA only",
+        "are sampled by EAGLE's kernel, which ignores min_p and exists on CUDA only, and penalties are relaxed: one "
+        "state for all nodes, and only a step's last token is counted",
     ),
 )
 
@@ -209,6 +225,11 @@ def _keep_embedding_dtype(
     if forward_batch.input_embeds is not None:
         result["input_embeds"] = forward_batch.input_embeds.to(model_runner.dtype)
     return result
+
+
+def _no_batch_invariant_kernels(original: Callable[..., None], model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    if model_runner.device != "cpu":
+        original(model_runner, *args, **kwargs)
 
 
 def _draft_attention_init(original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
@@ -279,10 +300,22 @@ CPU = (
         _TRITON_ONLY,
     ),
     Hook(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        _cpu_op("murmur_hash32"),
+        "replace",
+        "draws with a seed; on a CPU SGLang calls an operator of its own CPU build, which PyPI does not carry",
+    ),
+    Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
         _keep_embedding_dtype,
         "around",
         "SGLang casts the draft block's embeddings to bf16, which fails in an fp32 model",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        _no_batch_invariant_kernels,
+        "around",
+        "--enable-deterministic-inference, which seeded draws need, would end in an error: its kernels are for GPUs",
     ),
     Hook(
         "sglang.srt.models.dflash.DFlashAttention.__init__",

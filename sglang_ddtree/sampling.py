@@ -1,4 +1,4 @@
-"""Acceptance for requests that sample: one draw per node from the target's own distribution, then the walk.
+"""Acceptance where requests sample or have penalties: each node draws from the target's distribution, then the walk.
 
 The tree is fixed before any draw, and a child is followed only when it carries the drawn token, so the tokens are the
 target's whatever the drafter proposed. SGLang's own sampler makes the draws, which gives every sampling parameter its
@@ -15,10 +15,12 @@ from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_func
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
+from sglang_ddtree.penalties import History, apply_penalties, has_penalties, of_requests
+from sglang_ddtree.tree.paths import path_tokens
 from sglang_ddtree.verify import DDTreeVerifyInput
 
 #: Per-request tensors of SamplingBatchInfo that the sampler reads row by row.
@@ -49,9 +51,8 @@ def sample_tree(
     bs = len(batch.seq_lens)
     logits = logits_output.next_token_logits
     info: SamplingBatchInfo = batch.sampling_info
-    _adjust(logits, info, width)
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
+    history = verify_input.history.of(batch.req_pool_indices) if has_penalties(info) else None
+    _adjust(logits, verify_input, batch, history, grammar_mask)
 
     # The sampler overwrites its logits with probabilities; log-probabilities are computed from ours afterwards.
     drawn = sampler(
@@ -73,25 +74,61 @@ def sample_tree(
         accept_token_num=torch.empty(bs, dtype=torch.int32, device=device),
         candidates=verify_input.draft_token.view(bs, width),
         retrieve_index=verify_input.retrieve_index,
-        retrieve_next_token=verify_input.retrieve_next_token,
+        retrieve_next_token=_first_children(verify_input.retrieve_next_token, info),
         retrieve_next_sibling=verify_input.retrieve_next_sibling,
         target_predict=drawn.to(torch.int64).view(bs, width),
         topk=verify_input.tree_topk,
     )
+    if history is not None:
+        committed = predict[accept_index.clamp(min=0)].to(torch.int64)
+        verify_input.history.commit(batch.req_pool_indices, torch.where(accept_index >= 0, committed, -1))
     return predict, accepted + 1, accept_index
 
 
-def _adjust(logits: torch.Tensor, info: SamplingBatchInfo, width: int) -> None:
-    """Custom processors, penalties and bias, in the order and with the functions of ``eagle_sample``."""
-    if info.has_custom_logit_processor:
-        apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+def _adjust(
+    logits: torch.Tensor, verify_input: DDTreeVerifyInput, batch: Any, history: History | None, grammar_mask: Any
+) -> None:
+    """Penalties, grammar, bias and custom processors in place, in plain decoding's order: ``ModelRunner`` applies
+    ``SamplingBatchInfo.apply_logits_bias``, then ``Sampler`` the processors."""
+    info, width = batch.sampling_info, verify_input.draft_token_num
     sanitize_nan_logits(logits, "verify: target model logits")
-    if info.acc_additive_penalties is not None:
-        logits.add_(info.acc_additive_penalties.repeat_interleave(width, dim=0))
-    if info.acc_scaling_penalties is not None:
-        apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(width, dim=0))
+    if history is not None:
+        tree = verify_input.tree
+        apply_penalties(
+            logits.view(-1, width, logits.shape[1]),
+            of_requests(batch.reqs, logits.device),
+            history,
+            path_tokens(tree, verify_input.spec_steps),
+            tree.depths,
+        )
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
     if info.logit_bias is not None:
         logits.add_(info.logit_bias.repeat_interleave(width, dim=0))
+    if info.has_custom_logit_processor:
+        apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+        sanitize_nan_logits(logits, "verify: target model logits")
+
+
+def _first_children(next_child: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """``next_child`` int64 ``[bs, Q]``, with all drafts cut off where a custom processor may look at the answer so far.
+
+    Such a processor (a thinking budget, a ban of repeated n-grams) reads the request's tokens as they were before this
+    step, which is right for the root alone. SGLang's list of disallowed tokens looks at nothing.
+    """
+    if not info.has_custom_logit_processor:
+        return next_child
+    rows = [
+        row
+        for entry in info.custom_logit_processor.values()
+        if type(entry.processor) is not DisallowedTokensLogitsProcessor
+        for row in entry.rows
+    ]
+    if not rows:
+        return next_child
+    cut = next_child.clone()
+    cut[rows, 0] = -1
+    return cut
 
 
 def _per_node(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:

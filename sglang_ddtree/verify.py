@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from sglang_ddtree.penalties import HistoryTable
 from sglang_ddtree.tree.draft_tree import DraftTree
 from sglang_ddtree.tree.mask import ancestor_mask, full_mask, positions
 
@@ -23,9 +24,13 @@ class DDTreeVerifyInput(EagleVerifyInput):
 
     Attributes:
         sampler: the target's ``Sampler``, for batches that sample.
+        tree: the trees as they were built.
+        history: the requests' generated tokens, for penalties; None when no request of the batch has one.
     """
 
     sampler: Any = None
+    tree: Any = None
+    history: Any = None
 
     @property
     def tree_topk(self) -> int:
@@ -33,7 +38,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
         return -1
 
     def sample(self, batch: Any, logits_output: Any, grammar_mask: Any = None, **_: Any) -> Any:
-        """``eagle_sample`` for a batch in which some request samples; see ``sampling.sample_tree``."""
+        """``eagle_sample`` for a batch that needs ``sampling.sample_tree``; ``hooks._sample`` says which do."""
         from sglang_ddtree.sampling import sample_tree
 
         assert self.sampler is not None
@@ -51,6 +56,7 @@ def make_verify_input(
     out_cache_loc: torch.Tensor,
     kv_loc_plan: Any,
     sampler: Any,
+    history: HistoryTable | None,
 ) -> DDTreeVerifyInput:
     """Lay out ``tree`` for ``run_eagle_verify``.
 
@@ -82,6 +88,8 @@ def make_verify_input(
         prepared_out_cache_loc=out_cache_loc,
         kv_loc_plan=kv_loc_plan,
         sampler=sampler,
+        tree=tree,
+        history=history,
     )
 
 

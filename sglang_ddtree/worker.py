@@ -31,6 +31,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang_ddtree import compat
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
+from sglang_ddtree.penalties import HistoryTable, has_penalties
 from sglang_ddtree.tree.build import build_tree
 from sglang_ddtree.verify import make_verify_input
 
@@ -58,6 +59,7 @@ class DDTreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.speculative_num_draft_tokens = self.tree_config.verify_width
         self._block_ids_buf: torch.Tensor | None = None
+        self._history: HistoryTable | None = None
 
     def _draft_scope(self) -> contextlib.AbstractContextManager[Any]:
         """The draft side is a chain of ``B`` tokens; SGLang's backends read their shape here when they are built."""
@@ -107,7 +109,12 @@ class DDTreeWorker(DFlashWorkerV2):
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+            result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
+            if batch.reqs and has_penalties(batch.sampling_info):
+                self._history_table().start(
+                    batch.req_pool_indices, [req.output_ids for req in batch.reqs], result.next_token_ids
+                )
+            return result
 
         config = self.tree_config
         draft_input: DFlashDraftInputV2 = batch.spec_info
@@ -148,6 +155,7 @@ class DDTreeWorker(DFlashWorkerV2):
             out_cache_loc=window[:, : config.verify_width].reshape(-1),
             kv_loc_plan=None if wide else plan,
             sampler=self.target_worker.model_runner.sampler,
+            history=self._history_table() if has_penalties(batch.sampling_info) else None,
         )
         result = run_eagle_verify(
             batch,
@@ -184,6 +192,13 @@ class DDTreeWorker(DFlashWorkerV2):
             bonus_tokens=result.next_draft_input.bonus_tokens, new_seq_lens=result.new_seq_lens
         )
         return result
+
+    def _history_table(self) -> HistoryTable:
+        if self._history is None:
+            slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
+            vocab_size = self.target_worker.model_runner.model_config.vocab_size
+            self._history = HistoryTable(slots, vocab_size, self.device)
+        return self._history
 
     def _open_window(
         self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2

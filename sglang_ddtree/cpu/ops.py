@@ -112,3 +112,35 @@ def verify_tree_greedy_func(
     accept_index.copy_(torch.tensor(rows, dtype=accept_index.dtype))
     accept_token_num.copy_((accept_index >= 0).sum(1) - 1)
     return predicts, accept_index, accept_token_num
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """``kernels/ops/sampling/murmur_hash.py: murmur_hash32``; seed and positions ``[n]``, col_indices ``[m]`` -> uint32
+    ``[n, m]``, the hash of (seed, position, column) as four 32-bit blocks (MurmurHash3, x86, 32 bits)."""
+    low = 0xFFFFFFFF
+    seed = seed.to(torch.int64)
+    rows = torch.zeros_like(seed)
+    for block in (seed & low, (seed >> 32) & low, positions.to(torch.int64) & low):
+        rows = _murmur_mix(rows, _murmur_key(block))
+    # Products overflow 64 bits and wrap, which leaves their low 32 bits right.
+    h = _murmur_mix(rows.unsqueeze(1), _murmur_key(col_indices.to(torch.int64) & low))
+    h ^= 16
+    h ^= h >> 16
+    h.mul_(0x85EBCA6B).bitwise_and_(low)
+    h ^= h >> 13
+    h.mul_(0xC2B2AE35).bitwise_and_(low)
+    h ^= h >> 16
+    return h.to(torch.uint32)
+
+
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Of 32-bit numbers in int64."""
+    return ((x << bits) | (x >> (32 - bits))) & 0xFFFFFFFF
+
+
+def _murmur_key(block: torch.Tensor) -> torch.Tensor:
+    return (_rotate_left((block * 0xCC9E2D51) & 0xFFFFFFFF, 15) * 0x1B873593) & 0xFFFFFFFF
+
+
+def _murmur_mix(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (_rotate_left(h ^ key, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF

@@ -42,7 +42,8 @@ class DDTreeCpuPlatform(CpuSRTPlatform):
         server_args.disable_hybrid_swa_memory = True
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
-        if server_args.attention_backend is None:
+        # SGLang has put its own CPU build's backend here by now if there was none; the PyPI wheel does not carry it.
+        if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
         if server_args.mem_fraction_static is None:
             server_args.mem_fraction_static = 0.5

@@ -14,11 +14,19 @@ logger = logging.getLogger(__name__)
 
 
 def extend_choices() -> None:
-    """Let the drafter use this platform's attention backend (SGLang's list knows GPU backends only)."""
-    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+    """Let the drafter, and ``--enable-deterministic-inference`` (which seeded draws need), use this platform's attention
+    backend; SGLang's lists know GPU backends only."""
+    from sglang.srt.arg_groups.choices import (
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        DRAFT_ATTENTION_BACKEND_CHOICES,
+        add_deterministic_attention_backend_choices,
+        add_draft_attention_backend_choices,
+    )
 
     if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
+    if ATTENTION_BACKEND not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
 
 
 def init_worker() -> None:

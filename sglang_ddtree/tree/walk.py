@@ -75,6 +75,36 @@ def walk_greedy(tree: DraftTree, target_tokens: torch.Tensor, max_depth: int) ->
     return walk_targets(tree, target_tokens, max_depth)
 
 
+def walk_sampled(
+    tree: DraftTree, probs: torch.Tensor, max_depth: int, generator: torch.Generator | None = None
+) -> Walk:
+    """:func:`walk_targets` with one draw from the target's distribution at each node.
+
+    Lossless: the tree does not depend on the draws, so the token committed after a node is a draw from the target's
+    distribution there, whether a child carries it or not. Draws of nodes off the path are thrown away unseen. Accepting
+    a child with probability min(1, p/q) instead, as for sampled drafts, would be biased: a best-first tree is no sample
+    of the drafter's distribution.
+
+    Args:
+        tree: a tree of width ``Q``.
+        probs: float ``[bs, Q, vocab]``, the target's distribution after each node, with temperature, filters, penalties
+            and grammar already applied; rows need not sum to 1. Rows of padding are ignored.
+        max_depth: as in :func:`walk_targets`.
+        generator: source of the draws, on the device of ``probs``.
+
+    Raises:
+        ValueError: a wrong shape or dtype, or a negative ``max_depth``.
+    """
+    bs, width = tree.tokens.shape
+    if probs.dim() != 3 or probs.shape[:2] != (bs, width) or not probs.dtype.is_floating_point:
+        raise ValueError(f"probs must be float [{bs}, {width}, vocab], got {probs.dtype} {tuple(probs.shape)}")
+    # Padding may hold anything, zeros too, from which nothing can be drawn.
+    real = torch.arange(width, device=probs.device) < tree.num_nodes.unsqueeze(1)
+    rows = torch.where(real.unsqueeze(2), probs, 1.0).flatten(0, 1)
+    drawn = torch.multinomial(rows, 1, generator=generator).view(bs, width)
+    return walk_targets(tree, drawn, max_depth)
+
+
 def walk_reference(tree: DraftTree, target_tokens: torch.Tensor, max_depth: int) -> Walk:
     """:func:`walk_targets` one request at a time over the child and sibling links, as SGLang's kernels walk."""
     paths: list[list[int]] = []

@@ -67,6 +67,10 @@ CASES = {
     "rejection sampling": Case(
         "does not support --speculative-use-rejection-sampling", ["--speculative-use-rejection-sampling"]
     ),
+    "LoRA": Case("does not support LoRA", ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"]),
+    "hidden states": Case("does not support hidden states", ["--enable-return-hidden-states"]),
+    "hidden states mode": Case("does not support hidden states", ["--return-hidden-states-mode", "last"]),
+    "watermark": Case("does not support --enable-watermark", ["--enable-watermark"]),
     "unknown flag": Case("unrecognized arguments: --no-such-flag", ["--no-such-flag"]),
     "bad overrides": Case("", ["--json-model-override-args", "{"]),
 }

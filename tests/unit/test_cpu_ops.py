@@ -1,5 +1,9 @@
 """The torch stand-ins for SGLang's kernels, against plain loops."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -95,3 +99,31 @@ def test_slots_past_the_end_of_a_row_are_an_error_not_the_next_row():
             torch.tensor([0]), table, torch.tensor([2]), torch.tensor([5]), torch.tensor([1, 2, 3]), 1
         )
     assert table.sum() == 0
+
+
+INTERPRETED = """
+import torch
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32_kernel
+from sglang_ddtree.cpu.ops import murmur_hash32
+
+seed = torch.tensor([0, 42, 2**63 - 1, 123456789012345]).to(torch.uint64)
+positions = torch.tensor([0, 7, 131071, 99])
+columns = torch.arange(2500)
+wanted = torch.empty((4, 2500), dtype=torch.uint32)
+murmur_hash32_kernel[(4, 3)](seed, positions, columns, wanted, 4, 2500, BLOCK_SIZE=1024)
+found = murmur_hash32(seed, positions, columns)
+assert found.dtype == torch.uint32
+assert torch.equal(found.to(torch.int64), wanted.to(torch.int64))
+assert len(set(found.to(torch.int64).flatten().tolist())) > 9900
+"""
+
+
+def test_the_hash_of_seeded_draws_is_the_kernels():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_ddtree.hooks import _sample
 from sglang_ddtree.verify import DDTreeVerifyInput
@@ -16,8 +17,13 @@ class Tree(DDTreeVerifyInput):
         return "ours"
 
 
-def batch(greedy, processor=False, idle=False):
-    info = SimpleNamespace(is_all_greedy=greedy, has_custom_logit_processor=processor)
+def batch(greedy, processor=False, idle=False, additive=None, scaling=None):
+    info = SimpleNamespace(
+        is_all_greedy=greedy,
+        has_custom_logit_processor=processor,
+        acc_additive_penalties=additive,
+        acc_scaling_penalties=scaling,
+    )
     return SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: idle), sampling_info=info)
 
 
@@ -28,6 +34,9 @@ def batch(greedy, processor=False, idle=False):
         (Tree(), batch(greedy=False), "ours"),
         # eagle_sample leaves custom processors out, also where every request is greedy.
         (Tree(), batch(greedy=True, processor=True), "ours"),
+        # and its penalties are the same for all nodes of a step.
+        (Tree(), batch(greedy=True, additive=torch.zeros(1, 4)), "ours"),
+        (Tree(), batch(greedy=True, scaling=torch.ones(1, 4)), "ours"),
         (Tree(), batch(greedy=False, idle=True), "SGLang's"),
         (object(), batch(greedy=False), "SGLang's"),
     ],
