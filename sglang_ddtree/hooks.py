@@ -33,12 +33,16 @@ class Hook:
     reason: str
 
 
-def register(hooks: Sequence[Hook]) -> None:
-    """Hand ``hooks`` to SGLang; it applies them when all plugins have run."""
+def register(*groups: Sequence[Hook]) -> None:
+    """Hand the hooks of some groups to SGLang; it applies them when all plugins have run. One that stands in two groups
+    is registered once, since SGLang warns of a function that is wrapped twice."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    done = set()
+    for hook in (hook for group in groups for hook in group):
+        if (hook.target, hook.function) not in done:
+            done.add((hook.target, hook.function))
+            HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 
 
 def _ddtree_is_running() -> bool:

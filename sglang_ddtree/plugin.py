@@ -36,14 +36,14 @@ def register() -> None:
 
     SpeculativeAlgorithm.register("DDTREE", supports_overlap=True, spec_class=DDTreeAlgorithm)(worker_class)
     register_resolution_hook("handle_speculative_decoding")(check_drafter_first)
-    hooks.register(hooks.COMMAND_LINE)
-    if os.environ.get(ACTIVE_ENV) == "1":
-        hooks.register(hooks.ENGINE)
-
     from sglang_ddtree.cpu.plugin import is_selected
 
+    groups = [hooks.COMMAND_LINE]
+    if os.environ.get(ACTIVE_ENV) == "1":
+        groups.append(hooks.ENGINE)
     if is_selected():
-        hooks.register(hooks.CPU)
+        groups.append(hooks.CPU)
+    hooks.register(*groups)
 
 
 def _register_refusal(reason: str) -> None:

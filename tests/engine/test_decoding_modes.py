@@ -22,8 +22,8 @@ SAMPLED = [
     {"temperature": 0.7, "sampling_seed": 2},
     {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 3},
     {"temperature": 1.2, "top_k": 20, "sampling_seed": 4},
-    {"temperature": 1.0, "min_p": 0.1, "sampling_seed": 5},
-    {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.02, "sampling_seed": 6},
+    {"temperature": 1.0, "top_p": 0.5, "sampling_seed": 5},
+    {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "sampling_seed": 6},
     {"temperature": 0.6, "sampling_seed": 2**40 + 7},
     {"temperature": 1.0, "logit_bias": {"198": -100.0, "260": 4.0}, "sampling_seed": 8},
 ]
