@@ -233,6 +233,8 @@ CONTRACT: tuple[Name, ...] = (
         "anchor_out",
     ),
     # Sampling
+    Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
+    Name("sglang.srt.runtime_context:get_exec", "hooks.py", signature=""),
     Name(
         "sglang.srt.speculative.spec_sampling_mask:validate_spec_sampling_mask_request",
         "hooks.py",
@@ -293,7 +295,9 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.arg_groups.choices:add_draft_attention_backend_choices", "cpu/setup.py", signature="iterable"),
     Name("sglang.srt.arg_groups.choices:DETERMINISTIC_ATTENTION_BACKEND_CHOICES", "cpu/setup.py"),
     Name(
-        "sglang.srt.arg_groups.choices:add_deterministic_attention_backend_choices", "cpu/setup.py", signature="iterable"
+        "sglang.srt.arg_groups.choices:add_deterministic_attention_backend_choices",
+        "cpu/setup.py",
+        signature="iterable",
     ),
     Name("sglang.srt.layers.attention.attention_registry:register_attention_backend", "cpu/setup.py", signature="name"),
     Name("sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._init_kv_copy_and_warmup", "cpu/kv_pool.py"),

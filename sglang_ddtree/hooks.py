@@ -131,6 +131,18 @@ def finish_token_by_token(original: Callable[..., None], req: Any, new_accepted_
     output.extend(later)
 
 
+def _unsupported_request(original: Callable[..., str | None], req: Any, *args: Any, **kwargs: Any) -> str | None:
+    if not _ddtree_is_running():
+        return original(req, *args, **kwargs)
+    from sglang.srt.runtime_context import get_exec
+
+    if req.return_hidden_states:
+        return "return_hidden_states is not supported with DDTREE: a verify pass computes the states of drafts too."
+    if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        return "min_p cannot be used with --enable-deterministic-inference: SGLang has no seeded draw for it."
+    return None
+
+
 def _sampling_mask_support(original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
     if not _ddtree_is_running():
         return original(*args, **kwargs)
@@ -189,6 +201,13 @@ ENGINE = (
         "around",
         "SGLang looks for stop strings in all of a step's tokens first, so one behind the end of sequence, a stop "
         "token or another stop string would win, and the answer would differ from plain decoding",
+    ),
+    Hook(
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        _unsupported_request,
+        "around",
+        "a request with min_p ends a server with deterministic inference, as it does in plain SGLang; it gets an error "
+        "instead",
     ),
     Hook(
         "sglang.srt.speculative.spec_sampling_mask.validate_spec_sampling_mask_request",

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def extend_choices() -> None:
-    """Let the drafter, and ``--enable-deterministic-inference`` (which seeded draws need), use this platform's attention
+    """Let the drafter and ``--enable-deterministic-inference``, which seeded draws need, use this platform's attention
     backend; SGLang's lists know GPU backends only."""
     from sglang.srt.arg_groups.choices import (
         DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
