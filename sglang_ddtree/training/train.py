@@ -32,8 +32,8 @@ class Recipe:
     position_decay: float = 3.0  # weight of position k is exp(-(k - 1) / position_decay)
     distillation: float = 0.5  # share of the target's distribution in the loss, against the target's token alone
     cosine: float = 0.5  # weight of the distance to the target's final hidden state
-    dropout: float = 0.05
-    tap_noise: float = 0.1
+    dropout: float = 0.1
+    tap_noise: float = 0.15
     frequent: int = 2500  # head rows that are always in the loss
     sampled: int = 1000  # head rows drawn anew every step from the others
     average: float = 0.995  # decay of the running average of the weights
