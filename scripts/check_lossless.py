@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Check on a CPU that DDTREE's and DFLASH's greedy tokens equal plain decoding's, over the whole matrix of settings.
+"""Check on a CPU that DDTREE's and DFLASH's tokens equal plain decoding's, over the whole matrix of settings.
 
 Serves the demo model in fp32 once per setting: AR for the reference, DFLASH and DDTREE (budgets 7 and 32) with overlap
 scheduling on and off and page sizes 1 and 16. Each server answers the same real prompts in three phases: eight at a
@@ -11,6 +11,7 @@ AR's own answers one at a time are compared with those eight at a time.
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --only 'DDTREE 7'   # a part (a regular expression)
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --phases 1,2        # not one at a time, which is slow
     $(scripts/env.sh)/bin/python scripts/check_lossless.py --resume            # what an earlier run has not done
+    $(scripts/env.sh)/bin/python scripts/check_lossless.py --seeded            # sampled answers, DDTREE only
 
 Writes docs/results/NAME.json and NAME.md after every setting. Exit status 1 on any difference.
 """
@@ -56,9 +57,11 @@ class Setting:
         budget = "" if self.budget is None else f" {self.budget}"
         return f"{self.algorithm}{budget}, overlap {'on' if self.overlap else 'off'}, page {self.page}"
 
-    def flags(self, model: Path, drafter: Path) -> list[str]:
+    def flags(self, model: Path, drafter: Path, seeded: bool) -> list[str]:
         flags = ["--model-path", str(model), "--dtype", "float32", "--max-total-tokens", "8192"]
         flags += ["--page-size", str(self.page), "--random-seed", "1"]
+        if seeded:
+            flags.append("--enable-deterministic-inference")
         if self.algorithm != "AR":
             flags += ["--speculative-algorithm", self.algorithm, "--speculative-draft-model-path", str(drafter)]
         if self.budget is not None:
@@ -67,6 +70,7 @@ class Setting:
 
 
 REFERENCE = Setting("AR")
+# With --seeded without DFLASH, which answers sampled requests greedily on a CPU.
 MATRIX = [
     Setting(algorithm, budget, overlap, page)
     for overlap, page in ((True, 1), (False, 16), (True, 16), (False, 1))
@@ -103,25 +107,29 @@ def main() -> int:
     model = prepare_target()
     tokenizer = lossless.load_tokenizer(model)
     asked = lossless.questions(tokenizer, options.prompts)
+    if options.seeded:
+        asked = lossless.seeded(asked)
     report = {
         "command": " ".join(["scripts/check_lossless.py", *sys.argv[1:]]),
         "machine": machine.facts(threads.choose().count),
         "drafter": str(options.drafter),
         "prompts": len(asked),
         "tokens": options.tokens,
+        "seeded": options.seeded,
         "settings": {},
     }
     if options.resume and options.out.exists():
         earlier = json.loads(options.out.read_text(encoding="utf-8"))
-        if (earlier["prompts"], earlier["tokens"]) != (len(asked), options.tokens):
-            raise SystemExit(f"{options.out} is of another number of prompts or tokens: give another --out")
+        before = (earlier["prompts"], earlier["tokens"], earlier.get("seeded", False))
+        if before != (len(asked), options.tokens, options.seeded):
+            raise SystemExit(f"{options.out} is of other prompts, tokens or sampling: give another --out")
         report["settings"] = earlier["settings"]
     job = Job(options, model, options.drafter.resolve(), {"1": asked, "3": asked}, {}, report)
 
     phases = [phase for phase in PHASES if phase in options.phases.split(",")]
     run_setting(job, REFERENCE, sorted({"1", "2", *phases}), tokenizer)
     for setting in MATRIX:
-        if re.search(options.only, setting.name):
+        if re.search(options.only, setting.name) and not (options.seeded and setting.algorithm == "DFLASH"):
             run_setting(job, setting, phases, tokenizer)
     measure_gaps(job)
     save(job)
@@ -138,9 +146,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the settings and stop")
     parser.add_argument("--resume", action="store_true", help="keep what the output file already has")
     parser.add_argument("--drafter", type=Path, default=ROOT / "drafters/smollm2-135m-dflash-b8")
-    today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    parser.add_argument("--out", type=Path, default=ROOT / f"docs/results/lossless-cpu-{today}.json")
+    parser.add_argument("--seeded", action="store_true", help="sampled answers, a seed each, instead of greedy ones")
+    parser.add_argument("--out", type=Path, help="default: docs/results/lossless[-seeded]-cpu-DATE.json")
     options = parser.parse_args()
+    if options.out is None:
+        today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        kind = "lossless-seeded" if options.seeded else "lossless"
+        options.out = ROOT / f"docs/results/{kind}-cpu-{today}.json"
     if options.list:
         print("\n".join(setting.name for setting in (REFERENCE, *MATRIX)))
         raise SystemExit(0)
@@ -158,7 +170,7 @@ def run_setting(job: Job, setting: Setting, phases: list[str], tokenizer: Any) -
     if missing:
         log = LOGS / f"{re.sub('[^A-Za-z0-9]+', '-', setting.name)}.log"
         say(f"{setting.name}: starting, log {log}")
-        with running(setting.flags(job.model, job.drafter), log=log, timeout=1200) as server:
+        with running(setting.flags(job.model, job.drafter, job.options.seeded), log=log, timeout=1200) as server:
             say(f"{setting.name}: answers after {server.start_seconds:.0f} s")
             for phase in missing:
                 run_phase(job, setting, server, phase, tokenizer)
@@ -222,7 +234,7 @@ def measure_gaps(job: Job) -> None:
     ]
     if not open_ones:
         return
-    with running(REFERENCE.flags(job.model, job.drafter), log=LOGS / "gaps.log") as server:
+    with running(REFERENCE.flags(job.model, job.drafter, job.options.seeded), log=LOGS / "gaps.log") as server:
         for phase, difference in open_ones:
             prompt = next(q for q in job.asked[phase] if q.id == difference["prompt"]).input_ids
             body = {
@@ -240,9 +252,10 @@ def save(job: Job) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report) + "\n", encoding="utf-8")
     facts = report["machine"]
+    kind = "seeded draws" if report["seeded"] else "greedy tokens"
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     path.with_suffix(".md").write_text(
-        "# DDTREE and DFLASH against plain decoding: greedy tokens, fp32, CPU\n\n"
+        f"# DDTREE and DFLASH against plain decoding: {kind}, fp32, CPU\n\n"
         f"`{report['command']}`, {facts['date']}, commit {facts['commit']}, drafter {report['drafter']}\n\n"
         f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['torch_threads']} torch threads; {versions}.\n\n"
         f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most, in three phases: "

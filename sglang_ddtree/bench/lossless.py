@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ FOLLOW_UP = (
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as the server sees it."""
+    """A prompt as the server sees it; ``sampling`` are SGLang's sampling parameters, greedy when empty."""
 
     id: str
     input_ids: list[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,21 @@ def questions(tokenizer: Any, count: int) -> list[Question]:
     return asked
 
 
+def seeded(asked: Sequence[Question]) -> list[Question]:
+    """The same prompts, each with a seed of its own and one of four kinds of sampling."""
+    kinds = ({"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 40})
+    return [
+        replace(question, sampling={"temperature": 1.0, **kinds[number % len(kinds)], "sampling_seed": 1000 + number})
+        for number, question in enumerate(asked)
+    ]
+
+
 def follow_ups(tokenizer: Any, asked: Sequence[Question], answers: Sequence[Output]) -> list[Question]:
     """The next turn of each conversation: the cached part now includes tokens that the server itself committed."""
     turn = tokenizer.encode(FOLLOW_UP, add_special_tokens=False)
     end = tokenizer.eos_token_id
     return [
-        Question(f"{question.id}/2", question.input_ids + [t for t in answer.ids if t != end] + turn)
+        Question(f"{question.id}/2", question.input_ids + [t for t in answer.ids if t != end] + turn, question.sampling)
         for question, answer in zip(asked, answers, strict=True)
     ]
 
@@ -106,7 +116,9 @@ def generate_all(
 ) -> list[Output]:
     """Answers in the order of ``asked``, ``concurrency`` requests in flight."""
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda q: generate(server, q.input_ids, max_new_tokens, **sampling), asked))
+        return list(
+            pool.map(lambda q: generate(server, q.input_ids, max_new_tokens, **{**q.sampling, **sampling}), asked)
+        )
 
 
 def flush_cache(server: Server) -> None:

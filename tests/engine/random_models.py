@@ -64,6 +64,38 @@ def candidates(draft_hidden, lm_head, depth, top_k):
 """
 
 
+LIKELY = """
+import json, os
+import torch
+
+PLACES = json.load(open(os.environ["DDTREE_LIKELY"]))
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    HookRegistry.register("sglang_ddtree.drafting.draft_candidates", candidates, HookType.REPLACE)
+
+def candidates(draft_hidden, lm_head, depth, top_k):
+    import sys
+    frame = sys._getframe(1)
+    while "positions" not in frame.f_locals or "batch" not in frame.f_locals:
+        frame = frame.f_back
+    batch, positions = frame.f_locals["batch"], frame.f_locals["positions"]
+    rows = []
+    for req, position in zip(batch.reqs, positions[:, 0].tolist()):
+        place = position - len(req.origin_input_ids) + 1
+        for d in range(depth):
+            rows.append(PLACES[min(place + d, len(PLACES) - 1)][:top_k])
+    ids = torch.tensor(rows).view(len(batch.reqs), depth, top_k)
+    log_probs = torch.log_softmax(-0.3 * torch.arange(top_k, dtype=torch.float32), 0).expand(ids.shape).contiguous()
+    return log_probs, ids
+"""
+
+
+def write_likely(directory: Path, places: list[list[int]]) -> dict[str, str]:
+    """A plugin whose candidates at every place of an answer are ``places[place]``, best first; its variables."""
+    return {**_write_plugin(directory, LIKELY), "DDTREE_LIKELY": _write_json(directory, places)}
+
+
 def write_target(directory: Path) -> Path:
     config = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS}
     shapes = {
@@ -93,14 +125,24 @@ def write_drafter(directory: Path) -> Path:
 
 
 def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) -> dict[str, str]:
-    """An installed SGLang plugin, as Python sees it; the variables that make a server load it."""
+    """A plugin that knows the answers to some prompts; the variables that make a server load it."""
+    return {**_write_plugin(directory, PLUGIN), "DDTREE_ORACLE": _write_json(directory, answers)}
+
+
+def _write_plugin(directory: Path, code: str) -> dict[str, str]:
+    """An installed SGLang plugin, as Python sees it."""
     info = directory / "ddtree_oracle-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-oracle\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nddtree_oracle = ddtree_oracle:register\n")
-    (directory / "ddtree_oracle.py").write_text(PLUGIN)
-    (directory / "answers.json").write_text(json.dumps(answers))
-    return {"PYTHONPATH": str(directory), "DDTREE_ORACLE": str(directory / "answers.json")}
+    (directory / "ddtree_oracle.py").write_text(code)
+    return {"PYTHONPATH": str(directory)}
+
+
+def _write_json(directory: Path, data: object) -> str:
+    path = directory / "data.json"
+    path.write_text(json.dumps(data))
+    return str(path)
 
 
 def _block() -> dict[str, tuple[int, ...]]:
