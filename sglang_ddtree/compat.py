@@ -236,6 +236,13 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
     Name("sglang.srt.runtime_context:get_exec", "hooks.py", signature=""),
     Name(
+        "sglang.srt.layers.sampler:Sampler._sample_from_probs",
+        "hooks.py",
+        signature="self probs sampling_info positions simple_sampling_case",
+    ),
+    Name("sglang.srt.layers.sampler:sampling_from_probs_torch", "hooks.py", signature="probs sampling_seed positions"),
+    Name("sglang.srt.sampling.sampling_params:TOP_K_ALL", "hooks.py"),
+    Name(
         "sglang.srt.speculative.spec_sampling_mask:validate_spec_sampling_mask_request",
         "hooks.py",
         signature="req spec_algorithm",

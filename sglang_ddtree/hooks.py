@@ -149,6 +149,29 @@ def _sampling_mask_support(original: Callable[..., str | None], *args: Any, **kw
     return "return_sampling_mask is not supported with DDTREE; leave it out, or use DFLASH."
 
 
+def _seeded_draws_alone(
+    original: Callable[..., Any],
+    sampler: Any,
+    probs: Any,
+    sampling_info: Any,
+    positions: Any,
+    simple_sampling_case: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    seed = sampling_info.sampling_seed
+    if simple_sampling_case or seed is None or not _ddtree_is_running():
+        return original(sampler, probs, sampling_info, positions, simple_sampling_case, *args, **kwargs)
+    import torch
+    from sglang.srt.layers.sampler import sampling_from_probs_torch
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    free = (sampling_info.top_ks >= TOP_K_ALL) & (sampling_info.top_ps >= 1.0)
+    alone = sampling_from_probs_torch(probs, sampling_seed=seed, positions=positions)
+    drawn, *rest = original(sampler, probs, sampling_info, positions, simple_sampling_case, *args, **kwargs)
+    return (torch.where(free, alone.to(drawn.dtype), drawn), *rest)
+
+
 def _dummy_verify_input(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _ddtree_is_running():
         return original(*args, **kwargs)
@@ -208,6 +231,13 @@ ENGINE = (
         "around",
         "a request with min_p ends a server with deterministic inference, as it does in plain SGLang; it gets an error "
         "instead",
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        _seeded_draws_alone,
+        "around",
+        "the seeded draw of a request without filters depends on whether another request of the batch has some (a "
+        "greedy one has): SGLang then numbers the tokens by rank; with it every request draws as it does alone",
     ),
     Hook(
         "sglang.srt.speculative.spec_sampling_mask.validate_spec_sampling_mask_request",
