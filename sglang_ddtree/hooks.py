@@ -139,6 +139,8 @@ def _unsupported_request(original: Callable[..., str | None], req: Any, *args: A
     if req.return_hidden_states:
         return "return_hidden_states is not supported with DDTREE: a verify pass computes the states of drafts too."
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        # SGLang runs a refused request's prefill all the same, and would end there.
+        req.sampling_params.min_p = 0.0
         return "min_p cannot be used with --enable-deterministic-inference: SGLang has no seeded draw for it."
     return None
 

@@ -13,7 +13,7 @@ import urllib.error
 import pytest
 from engines import STRICT, Reference, at_once, base_flags, ddtree_flags, log_has, request
 
-SHARED = ["--enable-deterministic-inference", "--enable-custom-logit-processor"]
+SHARED = ["--enable-deterministic-inference", "--enable-custom-logit-processor", "--tool-call-parser", "hermes"]
 TOKENS = 24
 
 SAMPLED = [
