@@ -38,7 +38,7 @@ def register() -> None:
     register_resolution_hook("handle_speculative_decoding")(check_drafter_first)
     from sglang_ddtree.cpu.plugin import is_selected
 
-    groups = [hooks.COMMAND_LINE]
+    groups: list[tuple[hooks.Hook, ...]] = [hooks.COMMAND_LINE]
     if os.environ.get(ACTIVE_ENV) == "1":
         groups.append(hooks.ENGINE)
     if is_selected():
