@@ -319,7 +319,7 @@ def test_chat_completions(server, plain, body):
     if body.get("tools"):
         call = got["message"]["tool_calls"][0]["function"]
         assert call["name"] == "weather"
-        assert set(json.loads(call["arguments"])) == {"city"}
+        assert "Paris" in json.dumps(json.loads(call["arguments"]))
     if body.get("response_format"):
         assert set(json.loads(got["message"]["content"])) == set(PERSON["required"])
     if body.get("logprobs"):
