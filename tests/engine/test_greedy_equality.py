@@ -36,7 +36,7 @@ SETTINGS = [
         "budget 2, overlap, page 16, retraction",
         [*ddtree_flags(2), "--speculative-eagle-topk", "2", "--page-size", "16", "--schedule-conservativeness", "0.05"],
         proof="Testing retraction",
-        # How often the small pool alone does it depends on the drafter; SGLang's own test mode does it on every 16th pass.
+        # The small pool alone does it with some drafters only; SGLang's own test mode does it on every 16th pass.
         env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "16"},
         pool=1280,
     ),
