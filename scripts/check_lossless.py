@@ -22,7 +22,6 @@ import argparse
 import datetime
 import json
 import re
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ddtree.bench import lossless, machine
+from sglang_ddtree.bench import compare, lossless, machine
 from sglang_ddtree.bench.lossless import Output, Question
 from sglang_ddtree.bench.server import Server, running
 from sglang_ddtree.cpu import threads
@@ -101,8 +100,7 @@ class Job:
 
 
 def main() -> int:
-    # Stopped, it must stop its server too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    compare.stop_on_signals(say)
     options = parse_options()
     model = prepare_target()
     tokenizer = lossless.load_tokenizer(model)

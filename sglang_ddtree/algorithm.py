@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import config as settings
+from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 #: Attention backends whose target-verify pass reads a tree mask in SGLang 0.5.23; the others run the tree as a plain
 #: causal chain, which gives wrong answers without any error.
 TREE_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
-#: ``cpu/`` re-registers this name with a backend that reads tree masks; SGLang's own does not.
-CPU_BACKEND = "torch_native"
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):
@@ -214,10 +213,10 @@ def _resolve_attention_backends(args: Any, cpu: bool) -> None:
     half = "decode" if args.speculative_attention_mode == "decode" else "prefill"
     verifier = f"{half}_attention_backend" if getattr(args, f"{half}_attention_backend") else "attention_backend"
     if args.attention_backend is None and verifier == "attention_backend":
-        args.attention_backend = CPU_BACKEND if cpu else TREE_BACKENDS[0]
+        args.attention_backend = ATTENTION_BACKEND if cpu else TREE_BACKENDS[0]
     if cpu:
         for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-            _require_backend(flag, getattr(args, flag), (CPU_BACKEND,))
+            _require_backend(flag, getattr(args, flag), (ATTENTION_BACKEND,))
     else:
         _require_backend(verifier, getattr(args, verifier), TREE_BACKENDS)
     if args.speculative_draft_attention_backend is None:

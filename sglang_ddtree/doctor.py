@@ -247,10 +247,11 @@ def check_attention_backend() -> Check:
 
 
 def _check_attention_backend() -> Check:
-    from sglang_ddtree.algorithm import CPU_BACKEND, TREE_BACKENDS
+    from sglang_ddtree.algorithm import TREE_BACKENDS
+    from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 
     if _on_our_cpu_platform():
-        return Check("attention", True, f"{CPU_BACKEND} (ours, reads tree masks)")
+        return Check("attention", True, f"{ATTENTION_BACKEND} (ours, reads tree masks)")
     usable = [name for name in TREE_BACKENDS if name != "flashinfer" or importlib.util.find_spec("flashinfer")]
     detail = f"{usable[0]} unless --attention-backend says otherwise (with a tree: {', '.join(usable)})"
     return Check("attention", True, detail)

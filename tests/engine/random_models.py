@@ -31,15 +31,15 @@ COMMON = {
     "eos_token_id": 2,
 }
 
-PLUGIN = """
+HEAD = """
 import json, os, random, sys
 import torch
-
-ANSWERS = {tuple(prompt): answer for prompt, answer in json.load(open(os.environ["DDTREE_ORACLE"]))}
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     HookRegistry.register("sglang_ddtree.drafting.draft_candidates", candidates, HookType.REPLACE)
+
+DATA = json.load(open(os.environ["DDTREE_PLUGIN_DATA"]))
 
 def candidates(draft_hidden, lm_head, depth, top_k):
     frame = sys._getframe(1)
@@ -48,52 +48,39 @@ def candidates(draft_hidden, lm_head, depth, top_k):
     batch, positions = frame.f_locals["batch"], frame.f_locals["positions"]
     rows = []
     for req, position in zip(batch.reqs, positions[:, 0].tolist()):
-        prompt = tuple(req.origin_input_ids)
-        answer = ANSWERS.get(prompt, [])[position - len(prompt) + 1:]
-        rng = random.Random(position)
-        for d in range(depth):
-            row = rng.sample(range(3, 250), top_k)
-            if d < len(answer) and rng.random() < 0.9:
-                row = [token for token in row if token != answer[d]][: top_k - 1]
-                row += [0] * (top_k - 1 - len(row))
-                row.insert(rng.choice((0, 0, 0, 1, 2)), answer[d])
-            rows.append(row[:top_k])
+        rows += choose(list(req.origin_input_ids), position, depth, top_k)
     ids = torch.tensor(rows).view(len(batch.reqs), depth, top_k)
     log_probs = torch.log_softmax(-0.4 * torch.arange(top_k, dtype=torch.float32), 0).expand(ids.shape).contiguous()
     return log_probs, ids
 """
 
+ORACLE = """
+ANSWERS = {tuple(prompt): answer for prompt, answer in DATA}
+
+def choose(prompt, position, depth, top_k):
+    answer = ANSWERS.get(tuple(prompt), [])[position - len(prompt) + 1:]
+    rng = random.Random(position)
+    rows = []
+    for d in range(depth):
+        row = rng.sample(range(3, 250), top_k)
+        if d < len(answer) and rng.random() < 0.9:
+            row = [token for token in row if token != answer[d]][: top_k - 1]
+            row += [0] * (top_k - 1 - len(row))
+            row.insert(rng.choice((0, 0, 0, 1, 2)), answer[d])
+        rows.append(row[:top_k])
+    return rows
+"""
 
 LIKELY = """
-import json, os
-import torch
-
-PLACES = json.load(open(os.environ["DDTREE_LIKELY"]))
-
-def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    HookRegistry.register("sglang_ddtree.drafting.draft_candidates", candidates, HookType.REPLACE)
-
-def candidates(draft_hidden, lm_head, depth, top_k):
-    import sys
-    frame = sys._getframe(1)
-    while "positions" not in frame.f_locals or "batch" not in frame.f_locals:
-        frame = frame.f_back
-    batch, positions = frame.f_locals["batch"], frame.f_locals["positions"]
-    rows = []
-    for req, position in zip(batch.reqs, positions[:, 0].tolist()):
-        place = position - len(req.origin_input_ids) + 1
-        for d in range(depth):
-            rows.append(PLACES[min(place + d, len(PLACES) - 1)][:top_k])
-    ids = torch.tensor(rows).view(len(batch.reqs), depth, top_k)
-    log_probs = torch.log_softmax(-0.3 * torch.arange(top_k, dtype=torch.float32), 0).expand(ids.shape).contiguous()
-    return log_probs, ids
+def choose(prompt, position, depth, top_k):
+    place = position - len(prompt) + 1
+    return [DATA[min(place + d, len(DATA) - 1)][:top_k] for d in range(depth)]
 """
 
 
 def write_likely(directory: Path, places: list[list[int]]) -> dict[str, str]:
     """A plugin whose candidates at every place of an answer are ``places[place]``, best first; its variables."""
-    return {**_write_plugin(directory, LIKELY), "DDTREE_LIKELY": _write_json(directory, places)}
+    return _write_plugin(directory, LIKELY, places)
 
 
 def write_target(directory: Path) -> Path:
@@ -126,23 +113,18 @@ def write_drafter(directory: Path) -> Path:
 
 def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) -> dict[str, str]:
     """A plugin that knows the answers to some prompts; the variables that make a server load it."""
-    return {**_write_plugin(directory, PLUGIN), "DDTREE_ORACLE": _write_json(directory, answers)}
+    return _write_plugin(directory, ORACLE, answers)
 
 
-def _write_plugin(directory: Path, code: str) -> dict[str, str]:
+def _write_plugin(directory: Path, choose: str, data: object) -> dict[str, str]:
     """An installed SGLang plugin, as Python sees it."""
     info = directory / "ddtree_oracle-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-oracle\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nddtree_oracle = ddtree_oracle:register\n")
-    (directory / "ddtree_oracle.py").write_text(code)
-    return {"PYTHONPATH": str(directory)}
-
-
-def _write_json(directory: Path, data: object) -> str:
-    path = directory / "data.json"
-    path.write_text(json.dumps(data))
-    return str(path)
+    (directory / "ddtree_oracle.py").write_text(HEAD + choose)
+    (directory / "data.json").write_text(json.dumps(data))
+    return {"PYTHONPATH": str(directory), "DDTREE_PLUGIN_DATA": str(directory / "data.json")}
 
 
 def _block() -> dict[str, tuple[int, ...]]:

@@ -66,9 +66,11 @@ def plain(model, tmp_path_factory):
     found.close()
 
 
-@pytest.fixture(
-    scope="module", params=[(16, []), (7, ["--disable-overlap-schedule"])], ids=["overlap", "no overlap, budget 7"]
-)
+OVERLAP = [pytest.param((16, []), id="overlap")]
+NO_OVERLAP = [pytest.param((7, ["--disable-overlap-schedule"]), id="no overlap, budget 7")]
+
+
+@pytest.fixture(scope="module", params=[*OVERLAP, *NO_OVERLAP])
 def server(request, serve, model):
     budget, flags = request.param
     # The pool leaves room for every request of a batch.
@@ -256,9 +258,10 @@ def not_the_last_four():
     return namespace["NotTheLastFour"].to_str()
 
 
-def test_a_processor_that_reads_the_answer(server, plain, questions, request):
-    if "no overlap" not in request.node.name:
-        pytest.skip("under overlap scheduling SGLang shows such a processor the answer one token late")
+@pytest.mark.parametrize("server", NO_OVERLAP, indirect=True)
+def test_a_processor_that_reads_the_answer(server, plain, questions):
+    """Without overlap scheduling only: with it SGLang shows such a processor the answer one token late, in plain
+    decoding too, so there is nothing exact to compare with."""
     asked = [
         {**body, "custom_logit_processor": not_the_last_four()}
         for body in bodies(questions, [{"custom_params": {}}] * 3)

@@ -109,8 +109,7 @@ def server(pair, target, tmp_path_factory):
     directory = tmp_path_factory.mktemp("likely")
     rows = {0: target([()])}
     rows[1] = target([(a,) for a in rows[0][0].topk(8).indices.tolist()])
-    seconds = [(a, b) for (a,) in [(t,) for t in rows[0][0].topk(4).indices.tolist()] for b in range(0, 256, 16)]
-    rows[2] = target(seconds)
+    rows[2] = target([(a, b) for a in rows[0][0].topk(4).indices.tolist() for b in range(0, 256, 16)])
     places = [torch.stack(rows[place]).exp().mean(0).topk(8).indices.tolist() for place in range(3)]
     env = {**STRICT, **random_models.write_likely(directory / "plugin", places)}
     asked = [*flags(pair[0]), "--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(pair[1])]
