@@ -149,6 +149,11 @@ CONTRACT: tuple[Name, ...] = (
         passes="bonus_tokens new_seq_lens",
     ),
     Name("sglang.srt.speculative.spec_utils:draft_tp_context", "worker.py", signature="layout"),
+    Name(
+        "sglang.srt.speculative.spec_utils:generate_token_bitmask",
+        "grammar.py",
+        signature="reqs retrieve_next_token_cpu retrieve_next_sibling_cpu draft_tokens_cpu vocab_size",
+    ),
     Name("sglang.srt.lora.layers:unwrap_lora_layer", "worker.py", signature="module"),
     Name("sglang.srt.models.dflash:candidate_topk", "drafting.py", signature="hidden lm_head k with_partition"),
     Name(

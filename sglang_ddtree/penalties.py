@@ -21,16 +21,16 @@ class Penalties:
 
     Attributes:
         frequency, presence: float32 ``[bs]``, 0 is none.
-        repetition: float32 ``[bs]``, 1 is none; or None when no request has one.
-        min_new_tokens: int64 ``[bs]``; or None when no request has any.
+        repetition: float32 ``[bs]``, 1 is none; or None when no request of the batch has one.
+        min_new_tokens: int64 ``[bs]``, 0 is none.
         stop_tokens: int64 ``[bs, n]``, what may not be drawn before ``min_new_tokens``; rows are padded by repetition.
-            None where ``min_new_tokens`` is.
+            None when no request ever had any.
     """
 
     frequency: torch.Tensor
     presence: torch.Tensor
     repetition: torch.Tensor | None
-    min_new_tokens: torch.Tensor | None
+    min_new_tokens: torch.Tensor
     stop_tokens: torch.Tensor | None
 
 
@@ -50,33 +50,6 @@ class History:
 def has_penalties(info: Any) -> bool:
     """Whether a request of the batch has one; ``info`` is the ``SamplingBatchInfo`` of a forward pass."""
     return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None
-
-
-def of_requests(reqs: Sequence[Any], device: torch.device | str) -> Penalties:
-    """The parameters of SGLang's ``Req`` objects, on ``device``."""
-    params = [req.sampling_params for req in reqs]
-
-    def tensor(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-    repetition = minimum = stops = None
-    if any(p.repetition_penalty != 1.0 for p in params):
-        repetition = tensor([p.repetition_penalty for p in params], torch.float32)
-    if any(p.min_new_tokens > 0 for p in params):
-        ids = [_stop_tokens(req) if req.sampling_params.min_new_tokens > 0 else [] for req in reqs]
-        longest = max(map(len, ids))
-        if longest:
-            # A request without any gets a minimum of 0, so that its padding forbids nothing.
-            least = [p.min_new_tokens if row else 0 for p, row in zip(params, ids, strict=True)]
-            padded = [row + (row[:1] or [0]) * (longest - len(row)) for row in ids]
-            minimum, stops = tensor(least, torch.int64), tensor(padded, torch.int64)
-    return Penalties(
-        frequency=tensor([p.frequency_penalty for p in params], torch.float32),
-        presence=tensor([p.presence_penalty for p in params], torch.float32),
-        repetition=repetition,
-        min_new_tokens=minimum,
-        stop_tokens=stops,
-    )
 
 
 def _stop_tokens(req: Any) -> list[int]:
@@ -112,7 +85,7 @@ def apply_penalties(
     per_step = -(frequency.unsqueeze(2) * on_path + presence.unsqueeze(2) * fresh)
     logits.scatter_add_(2, tokens, per_step.to(logits.dtype))
 
-    if penalties.min_new_tokens is not None and penalties.stop_tokens is not None:
+    if penalties.stop_tokens is not None:
         # SGLang adds this before it scales; -inf stays -inf either way.
         early = history.lengths.unsqueeze(1) + depths < penalties.min_new_tokens.unsqueeze(1)
         forbidden = torch.where(early, float("-inf"), 0.0).to(logits.dtype).unsqueeze(2)
@@ -126,28 +99,52 @@ def apply_penalties(
         logits.copy_(torch.where(logits < 0, logits * scale, logits / scale))
 
 
-class HistoryTable:
-    """Generated tokens of every request slot, kept on the device, because under overlap scheduling the host learns of a
+class PenaltyTable:
+    """Penalty parameters and generated tokens of every request slot.
+
+    Kept on the device: parameters never change while a request runs, and under overlap scheduling the host learns of a
     step's tokens only after the next step was launched.
 
-    Only rows of requests that were in a batch with penalties when they started are right; no other row is read with a
-    penalty.
+    Every prefill must :meth:`start` its rows once the table exists. Requests older than the table have no penalties,
+    and neither has a row that was never started.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str):
         self._counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._frequency = torch.zeros(slots, dtype=torch.float32, device=device)
+        self._presence = torch.zeros(slots, dtype=torch.float32, device=device)
+        self._repetition = torch.ones(slots, dtype=torch.float32, device=device)
+        self._minimum = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._stops: torch.Tensor | None = None
 
-    def start(self, slots: torch.Tensor, earlier: Sequence[Sequence[int]], first: torch.Tensor) -> None:
-        """Begin rows ``slots`` int64 ``[bs]`` with the tokens of ``earlier`` (not empty for a request that was
-        retracted) and then ``first`` int ``[bs]``, the token that the prefill drew."""
+    def start(self, slots: torch.Tensor, reqs: Sequence[Any], first: torch.Tensor) -> None:
+        """Begin rows ``slots`` int64 ``[bs]`` with SGLang's ``Req`` objects, whose ``output_ids`` are not empty when
+        they were retracted, and then ``first`` int ``[bs]``, the token that the prefill drew."""
+        params = [req.sampling_params for req in reqs]
+        stops = [_stop_tokens(req) if req.sampling_params.min_new_tokens > 0 else [] for req in reqs]
+
+        def put(table: torch.Tensor, values: Any) -> None:
+            table[slots] = torch.tensor(values, dtype=table.dtype).to(slots.device, non_blocking=True)
+
+        put(self._frequency, [p.frequency_penalty for p in params])
+        put(self._presence, [p.presence_penalty for p in params])
+        put(self._repetition, [p.repetition_penalty for p in params])
+        # Without a stop token there is nothing to forbid, and the row's padding must not be.
+        put(self._minimum, [p.min_new_tokens if row else 0 for p, row in zip(params, stops, strict=True)])
+        longest = max(map(len, stops))
+        if self._stops is None or longest > self._stops.shape[1]:
+            self._widen_stops(longest)
+        if self._stops is not None:
+            width = self._stops.shape[1]
+            put(self._stops, [row + (row[:1] or [0]) * (width - len(row)) for row in stops])
+
         self._counts[slots] = 0
-        lengths = torch.tensor([len(tokens) for tokens in earlier], dtype=torch.int64)
-        self._lengths[slots] = lengths.to(slots.device, non_blocking=True)
-        for row, tokens in enumerate(earlier):
-            if tokens:
-                ids = torch.tensor(tokens, dtype=torch.int64).to(slots.device)
-                self._add(slots[row : row + 1].expand(len(tokens)), ids)
+        put(self._lengths, [len(req.output_ids) for req in reqs])
+        for row, req in enumerate(reqs):
+            if req.output_ids:
+                ids = torch.tensor(list(req.output_ids), dtype=torch.int64).to(slots.device)
+                self._add(slots[row : row + 1].expand(len(ids)), ids)
         self.commit(slots, first.to(torch.int64).unsqueeze(1))
 
     def commit(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -155,9 +152,26 @@ class HistoryTable:
         self._add(slots.unsqueeze(1).expand(tokens.shape), tokens)
         self._lengths.index_add_(0, slots, (tokens >= 0).sum(1))
 
-    def of(self, slots: torch.Tensor) -> History:
-        """The history of ``slots`` int64 ``[bs]``."""
-        return History(self._counts[slots], self._lengths[slots])
+    def of(self, slots: torch.Tensor, *, scaling: bool = True) -> tuple[Penalties, History]:
+        """The parameters and the history of ``slots`` int64 ``[bs]``; without ``scaling`` no repetition penalties."""
+        penalties = Penalties(
+            frequency=self._frequency[slots],
+            presence=self._presence[slots],
+            repetition=self._repetition[slots] if scaling else None,
+            min_new_tokens=self._minimum[slots],
+            stop_tokens=None if self._stops is None else self._stops[slots],
+        )
+        return penalties, History(self._counts[slots], self._lengths[slots])
+
+    def _widen_stops(self, width: int) -> None:
+        if width == 0:
+            return
+        wider = torch.zeros(self._counts.shape[0], width, dtype=torch.int64, device=self._counts.device)
+        if self._stops is not None:
+            old = self._stops.shape[1]
+            wider[:, :old] = self._stops
+            wider[:, old:] = self._stops[:, :1]
+        self._stops = wider
 
     def _add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         flat = slots * self._counts.shape[1] + tokens.clamp(min=0)

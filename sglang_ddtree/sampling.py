@@ -19,7 +19,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from sglang_ddtree.penalties import History, apply_penalties, has_penalties, of_requests
+from sglang_ddtree.penalties import PenaltyTable, apply_penalties, has_penalties
 from sglang_ddtree.tree.paths import path_tokens
 from sglang_ddtree.verify import DDTreeVerifyInput
 
@@ -51,8 +51,8 @@ def sample_tree(
     bs = len(batch.seq_lens)
     logits = logits_output.next_token_logits
     info: SamplingBatchInfo = batch.sampling_info
-    history = verify_input.history.of(batch.req_pool_indices) if has_penalties(info) else None
-    _adjust(logits, verify_input, batch, history, grammar_mask)
+    table: PenaltyTable | None = verify_input.penalties if has_penalties(info) else None
+    _adjust(logits, verify_input, batch, table, grammar_mask)
 
     # The sampler overwrites its logits with probabilities; log-probabilities are computed from ours afterwards.
     drawn = sampler(
@@ -79,25 +79,24 @@ def sample_tree(
         target_predict=drawn.to(torch.int64).view(bs, width),
         topk=verify_input.tree_topk,
     )
-    if history is not None:
+    if table is not None:
         committed = predict[accept_index.clamp(min=0)].to(torch.int64)
-        verify_input.history.commit(batch.req_pool_indices, torch.where(accept_index >= 0, committed, -1))
+        table.commit(batch.req_pool_indices, torch.where(accept_index >= 0, committed, -1))
     return predict, accepted + 1, accept_index
 
 
 def _adjust(
-    logits: torch.Tensor, verify_input: DDTreeVerifyInput, batch: Any, history: History | None, grammar_mask: Any
+    logits: torch.Tensor, verify_input: DDTreeVerifyInput, batch: Any, table: PenaltyTable | None, grammar_mask: Any
 ) -> None:
     """Penalties, grammar, bias and custom processors in place, in plain decoding's order: ``ModelRunner`` applies
     ``SamplingBatchInfo.apply_logits_bias``, then ``Sampler`` the processors."""
     info, width = batch.sampling_info, verify_input.draft_token_num
     sanitize_nan_logits(logits, "verify: target model logits")
-    if history is not None:
+    if table is not None:
         tree = verify_input.tree
         apply_penalties(
             logits.view(-1, width, logits.shape[1]),
-            of_requests(batch.reqs, logits.device),
-            history,
+            *table.of(batch.req_pool_indices, scaling=info.acc_scaling_penalties is not None),
             path_tokens(tree, verify_input.spec_steps),
             tree.depths,
         )

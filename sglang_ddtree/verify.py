@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
-from sglang_ddtree.penalties import HistoryTable
+from sglang_ddtree.penalties import PenaltyTable
 from sglang_ddtree.tree.draft_tree import DraftTree
 from sglang_ddtree.tree.mask import ancestor_mask, full_mask, positions
 
@@ -25,12 +25,12 @@ class DDTreeVerifyInput(EagleVerifyInput):
     Attributes:
         sampler: the target's ``Sampler``, for batches that sample.
         tree: the trees as they were built.
-        history: the requests' generated tokens, for penalties; None when no request of the batch has one.
+        penalties: the requests' penalties and generated tokens; None when no request of the batch has one.
     """
 
     sampler: Any = None
     tree: Any = None
-    history: Any = None
+    penalties: Any = None
 
     @property
     def tree_topk(self) -> int:
@@ -56,7 +56,7 @@ def make_verify_input(
     out_cache_loc: torch.Tensor,
     kv_loc_plan: Any,
     sampler: Any,
-    history: HistoryTable | None,
+    penalties: PenaltyTable | None,
 ) -> DDTreeVerifyInput:
     """Lay out ``tree`` for ``run_eagle_verify``.
 
@@ -89,7 +89,7 @@ def make_verify_input(
         kv_loc_plan=kv_loc_plan,
         sampler=sampler,
         tree=tree,
-        history=history,
+        penalties=penalties,
     )
 
 

@@ -29,9 +29,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sglang_ddtree import compat
-from sglang_ddtree.config import DDTreeConfig
+from sglang_ddtree.config import MAX_TOP_K, DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
-from sglang_ddtree.penalties import HistoryTable, has_penalties
+from sglang_ddtree.grammar import keep_allowed, root_bitmask
+from sglang_ddtree.penalties import PenaltyTable, has_penalties
 from sglang_ddtree.tree.build import build_tree
 from sglang_ddtree.verify import make_verify_input
 
@@ -59,7 +60,7 @@ class DDTreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.speculative_num_draft_tokens = self.tree_config.verify_width
         self._block_ids_buf: torch.Tensor | None = None
-        self._history: HistoryTable | None = None
+        self._penalties: PenaltyTable | None = None
 
     def _draft_scope(self) -> contextlib.AbstractContextManager[Any]:
         """The draft side is a chain of ``B`` tokens; SGLang's backends read their shape here when they are built."""
@@ -110,10 +111,8 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier, pp_proxy_tensors)
-            if batch.reqs and has_penalties(batch.sampling_info):
-                self._history_table().start(
-                    batch.req_pool_indices, [req.output_ids for req in batch.reqs], result.next_token_ids
-                )
+            if batch.reqs and (self._penalties is not None or has_penalties(batch.sampling_info)):
+                self._penalty_table().start(batch.req_pool_indices, batch.reqs, result.next_token_ids)
             return result
 
         config = self.tree_config
@@ -139,8 +138,15 @@ class DDTreeWorker(DFlashWorkerV2):
 
         # 2. Tree.
         lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
+        bitmask = None
+        if batch.has_grammar:
+            vocab_size = batch.sampling_info.vocab_size
+            bitmask = root_bitmask(batch.reqs, vocab_size, hidden.device, grammar_barrier)
         with draft_tp_context(self.draft_parallel_layout):
-            log_probs, token_ids = draft_candidates(hidden, lm_head, config.depth, config.top_k)
+            candidates = config.top_k if bitmask is None else MAX_TOP_K
+            log_probs, token_ids = draft_candidates(hidden, lm_head, config.depth, candidates)
+        if bitmask is not None:
+            log_probs, token_ids = keep_allowed(log_probs, token_ids, bitmask, config.top_k)
         tree = build_tree(log_probs, token_ids, block_ids[:, 0], config.budget)
 
         # 3. Verify. The tree takes the first Q slots of the window.
@@ -155,7 +161,7 @@ class DDTreeWorker(DFlashWorkerV2):
             out_cache_loc=window[:, : config.verify_width].reshape(-1),
             kv_loc_plan=None if wide else plan,
             sampler=self.target_worker.model_runner.sampler,
-            history=self._history_table() if has_penalties(batch.sampling_info) else None,
+            penalties=self._penalty_table() if has_penalties(batch.sampling_info) else None,
         )
         result = run_eagle_verify(
             batch,
@@ -193,12 +199,12 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         return result
 
-    def _history_table(self) -> HistoryTable:
-        if self._history is None:
+    def _penalty_table(self) -> PenaltyTable:
+        if self._penalties is None:
             slots = self.model_runner.req_to_token_pool.req_to_token.shape[0]
             vocab_size = self.target_worker.model_runner.model_config.vocab_size
-            self._history = HistoryTable(slots, vocab_size, self.device)
-        return self._history
+            self._penalties = PenaltyTable(slots, vocab_size, self.device)
+        return self._penalties
 
     def _open_window(
         self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2

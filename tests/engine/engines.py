@@ -61,7 +61,7 @@ class Reference:
         keys = [json.dumps(body, sort_keys=True) for body in bodies]
         unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self._known}
         if unknown:
-            server = self._start()
+            server = self.server()
             with ThreadPoolExecutor(8) as pool:
                 answers = pool.map(lambda body: server.post("/generate", body), unknown.values())
                 self._known.update(zip(unknown, answers, strict=True))
@@ -74,7 +74,8 @@ class Reference:
         bodies = [request(question.input_ids, max_new_tokens, **sampling) for question in asked]
         return [as_output(answer) for answer in self.post(bodies)]
 
-    def _start(self) -> Server:
+    def server(self) -> Server:
+        """Plain decoding's server, started when first asked for."""
         if self._server is None:
             url = os.environ.get("SGLANG_DDTREE_TEST_REFERENCE")
             if url:

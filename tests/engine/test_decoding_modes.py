@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from engines import STRICT, Reference, at_once, base_flags, ddtree_flags, log_has, request
+from structured import PERSON, STRUCTURED, assert_valid, chat, user
 
 # Without the last flag this small model fills what JSON allows between its tokens with spaces.
 SHARED = [
@@ -38,16 +41,8 @@ PENALISED = [
     {"frequency_penalty": 0.5, "temperature": 0.8, "sampling_seed": 11},
     {"repetition_penalty": 1.2, "temperature": 1.0, "top_p": 0.9, "sampling_seed": 12},
 ]
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "age", "colours"],
-    "additionalProperties": False,
-}
+#: A PNG file of one pixel.
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 EBNF = 'root ::= ("yes" | "no") ", because " [a-z ]{8,24} "."'
 CONSTRAINED = [
     {"json_schema": json.dumps(PERSON)},
@@ -276,58 +271,67 @@ def test_a_processor_that_reads_the_answer(server, plain, questions):
     assert accepted(got[3:]) > 1.1
 
 
-CHAT = [
-    {
-        "messages": [{"role": "user", "content": "Describe a person in JSON."}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
-    },
-    {
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "description": "Weather of a city",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"city": {"type": "string", "maxLength": 20}},
-                        "required": ["city"],
-                        "additionalProperties": False,
-                    },
-                },
-            }
-        ],
-        "tool_choice": "required",
-    },
-    {
-        "messages": [{"role": "user", "content": "Name three rivers."}],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "frequency_penalty": 0.4,
-    },
+@pytest.mark.parametrize("server", OVERLAP, indirect=True)
+def test_twenty_structured_answers(server, plain):
+    with ThreadPoolExecutor(8) as pool:
+        expected = list(pool.map(lambda body: chat(plain.server(), **body), STRUCTURED))
+        got = list(pool.map(lambda body: chat(server, **body), STRUCTURED))
+    for body, want, have in zip(STRUCTURED, expected, got, strict=True):
+        assert have["message"] == want["message"], body["messages"]
+        assert have["finish_reason"] == want["finish_reason"], body["messages"]
+        assert_valid(body, have)
+
+
+def test_log_probabilities_of_chat_completions(server, plain):
+    body = {"messages": user("Name three rivers."), "logprobs": True, "top_logprobs": 2, "frequency_penalty": 0.4}
+    want, have = chat(plain.server(), **body, max_tokens=48), chat(server, **body, max_tokens=48)
+    assert have["message"] == want["message"]
+    ours, theirs = ([e["logprob"] for e in c["logprobs"]["content"]] for c in (have, want))
+    assert ours == pytest.approx(theirs, abs=CLOSE)
+
+
+@pytest.mark.parametrize("stop", [None, [" river"], ["the", "."]], ids=str)
+def test_streamed_pieces_make_the_whole_answer(server, plain, stop):
+    body = {"messages": user("Name three rivers of Europe and say where they end."), "stop": stop, "max_tokens": 60}
+    whole = chat(server, **body)
+    assert whole["message"] == chat(plain.server(), **body)["message"]
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    pieces = [
+        choice
+        for chunk in client.chat.completions.create(model="x", temperature=0, stream=True, **body)
+        for choice in chunk.choices
+    ]
+    assert "".join(piece.delta.content or "" for piece in pieces) == whole["message"]["content"]
+    assert pieces[-1].finish_reason == whole["finish_reason"]
+
+
+ENDPOINTS = [
+    ("/v1/completions", {"prompt": "The capital of France is", "echo": True, "logprobs": 1}),
+    ("/v1/completions", {"prompt": ["One, two,", "Red, green,"], "n": 2}),
+    ("/v1/chat/completions", {"messages": user("A city as JSON."), "response_format": {"type": "json_object"}}),
+    ("/generate", {"text": "The sky", "sampling_params": {"stop_regex": "[.!?]", "no_stop_trim": True}}),
+    ("/generate", {"text": "Dogs and", "sampling_params": {"stop": ["."], "no_stop_trim": True}}),
+    ("/generate", {"text": "Rivers", "sampling_params": {"skip_special_tokens": False, "ignore_eos": True}}),
 ]
+for _path, _body in ENDPOINTS:
+    if _path == "/generate":
+        _body["sampling_params"] |= {"temperature": 0, "max_new_tokens": 40}
+    else:
+        _body |= {"model": "x", "temperature": 0, "max_tokens": 40}
 
 
-@pytest.mark.parametrize("body", CHAT, ids=["response_format", "tool_choice", "logprobs and penalty"])
-def test_chat_completions(server, plain, body):
-    body = {"model": "x", "temperature": 0, "max_tokens": 96, **body}
-    expected = plain._start().post("/v1/chat/completions", body)["choices"][0]
-    got = server.post("/v1/chat/completions", body)["choices"][0]
-    for choice in (expected, got):
-        for call in choice["message"].get("tool_calls") or ():
-            call.pop("id")
-    assert got["message"] == expected["message"]
-    assert got["finish_reason"] == expected["finish_reason"]
-    if body.get("tools"):
-        call = got["message"]["tool_calls"][0]["function"]
-        assert call["name"] == "weather"
-        assert "Paris" in json.dumps(json.loads(call["arguments"]))
-    if body.get("response_format"):
-        assert set(json.loads(got["message"]["content"])) == set(PERSON["required"])
-    if body.get("logprobs"):
-        ours, theirs = ([e["logprob"] for e in c["logprobs"]["content"]] for c in (got, expected))
-        assert ours == pytest.approx(theirs, abs=CLOSE)
+def ends(server, path, body):
+    """Texts and finish reasons of a request to any endpoint."""
+    reply = server.post(path, body)
+    if path == "/generate":
+        return reply["text"], reply["meta_info"]["finish_reason"]
+    return [(c.get("text"), c.get("message"), c["finish_reason"]) for c in reply["choices"]]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+def test_other_endpoints(server, plain, path, body):
+    """Parameters that no other test here uses."""
+    assert ends(server, path, body) == ends(plain.server(), path, body)
 
 
 def test_everything_in_one_batch(server, plain, questions):
@@ -354,3 +358,21 @@ def test_unsound_parameters_are_refused(server, questions):
             server.post("/generate", body)
         assert refused.value.code == 400, body
     assert server.post("/generate", request(ids, 4))["output_ids"]
+
+
+def test_what_a_text_model_has_no_answer_to_is_refused(server, questions):
+    """Embeddings, and images: HTTP 400, and the server goes on."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + PIXEL}}
+    bodies = {
+        "/v1/embeddings": {"model": "x", "input": "one"},
+        "/v1/chat/completions": {
+            "model": "x",
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}],
+        },
+    }
+    for path, body in bodies.items():
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post(path, body)
+        assert refused.value.code == 400, path
+    assert server.post("/generate", request(questions[0].input_ids, 4))["output_ids"]

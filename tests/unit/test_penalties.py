@@ -16,7 +16,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_ddtree.penalties import HistoryTable, apply_penalties, of_requests
+from sglang_ddtree.penalties import PenaltyTable, apply_penalties
 from sglang_ddtree.tree.build import build_tree_reference
 from sglang_ddtree.tree.paths import path_tokens
 
@@ -30,7 +30,7 @@ ALL = {
 quick = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 
 
-def req(frequency=0.0, presence=0.0, repetition=1.0, minimum=0, stops=(), eos=(), tokenizer_eos=2):
+def req(frequency=0.0, presence=0.0, repetition=1.0, minimum=0, stops=(), eos=(), tokenizer_eos=2, earlier=()):
     return SimpleNamespace(
         sampling_params=SimpleNamespace(
             frequency_penalty=frequency,
@@ -40,6 +40,7 @@ def req(frequency=0.0, presence=0.0, repetition=1.0, minimum=0, stops=(), eos=()
             stop_token_ids=set(stops),
         ),
         eos_token_ids=set(eos),
+        output_ids=list(earlier),
         tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=tokenizer_eos),
     )
 
@@ -95,12 +96,19 @@ def test_every_node_has_plain_decodings_penalties(case):
     requests, answers, depth, budget, seed = case
     rng = torch.Generator().manual_seed(seed)
     tree = a_tree(answers, depth, budget, rng)
-    table = HistoryTable(7, VOCAB, "cpu")
+    table = PenaltyTable(7, VOCAB, "cpu")
     slots = torch.randperm(7, generator=rng)[: len(answers)]
-    table.start(slots, [a[:-1] for a in answers], torch.tensor([a[-1] for a in answers], dtype=torch.int32))
+    for request, answer in zip(requests, answers, strict=True):
+        request.output_ids = answer[:-1]
+    # What the slots held before must not matter; some rows come alone, with other numbers of stop tokens.
+    table.start(torch.arange(7), [req(1.0, 1.0, 2.0, 9, (1,), earlier=(3,))] * 7, torch.arange(7))
+    last = torch.tensor([a[-1] for a in answers], dtype=torch.int32)
+    table.start(slots[:1], requests[:1], last[:1])
+    if len(answers) > 1:
+        table.start(slots[1:], requests[1:], last[1:])
     logits = torch.randn(len(answers), tree.width, VOCAB, generator=rng) * 2
     before = logits.clone()
-    apply_penalties(logits, of_requests(requests, "cpu"), table.of(slots), path_tokens(tree, depth), tree.depths)
+    apply_penalties(logits, *table.of(slots), path_tokens(tree, depth), tree.depths)
     for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         for node in range(int(tree.num_nodes[row])):
             path, at = [], node
@@ -118,11 +126,11 @@ def test_every_node_has_plain_decodings_penalties(case):
     st.integers(0, 2**16),
 )
 def test_history_is_what_was_started_and_committed(events, seed):
-    table = HistoryTable(4, VOCAB, "cpu")
+    table = PenaltyTable(4, VOCAB, "cpu")
     known = {slot: [] for slot in range(4)}
     for slot, tokens in events:
         if len(tokens) > 2:  # a new request in this slot, with some earlier tokens
-            table.start(torch.tensor([slot]), [tokens[:-1]], torch.tensor([tokens[-1]]))
+            table.start(torch.tensor([slot]), [req(earlier=tokens[:-1])], torch.tensor([tokens[-1]]))
             known[slot] = tokens
         else:
             padded = torch.full((1, 3), -1)
@@ -130,28 +138,31 @@ def test_history_is_what_was_started_and_committed(events, seed):
             table.commit(torch.tensor([slot]), padded)
             known[slot] = known[slot] + tokens
     order = torch.randperm(4, generator=torch.Generator().manual_seed(seed))
-    history = table.of(order)
+    _, history = table.of(order)
     for row, slot in enumerate(order.tolist()):
         assert int(history.lengths[row]) == len(known[slot])
         expected = torch.bincount(torch.tensor(known[slot], dtype=torch.int64), minlength=VOCAB)
         assert history.counts[row].tolist() == expected.tolist()
 
 
-def test_parameters_that_nobody_uses_cost_nothing():
-    found = of_requests([req(frequency=1.0), req()], "cpu")
-    assert found.repetition is None
-    assert found.min_new_tokens is None
-    assert found.frequency.tolist() == [1.0, 0.0]
+def test_requests_older_than_the_table_have_no_penalties():
+    table = PenaltyTable(3, VOCAB, "cpu")
+    table.start(torch.tensor([1]), [req(1.0, 1.0, 2.0, 9)], torch.tensor([4]))
+    logits = torch.randn(1, 1, VOCAB)
+    before = logits.clone()
+    apply_penalties(
+        logits, *table.of(torch.tensor([2])), torch.tensor([[[4, -1]]]), torch.ones(1, 1, dtype=torch.int64)
+    )
+    assert logits.equal(before)
 
 
 def test_a_minimum_without_any_stop_token_forbids_nothing():
     requests = [req(minimum=5, tokenizer_eos=None), req(minimum=5, tokenizer_eos=3)]
-    found = of_requests(requests, "cpu")
     logits = torch.zeros(2, 1, VOCAB)
-    table = HistoryTable(2, VOCAB, "cpu")
+    table = PenaltyTable(2, VOCAB, "cpu")
     slots = torch.tensor([0, 1])
-    table.start(slots, [[], []], torch.tensor([1, 1]))
-    apply_penalties(logits, found, table.of(slots), torch.full((2, 1, 3), -1), torch.zeros(2, 1, dtype=torch.int64))
+    table.start(slots, requests, torch.tensor([1, 1]))
+    apply_penalties(logits, *table.of(slots), torch.full((2, 1, 3), -1), torch.zeros(2, 1, dtype=torch.int64))
     assert not logits[0].isinf().any()
     assert logits[1, 0].isinf().nonzero().flatten().tolist() == [3]
 
@@ -159,17 +170,11 @@ def test_a_minimum_without_any_stop_token_forbids_nothing():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_logits(dtype):
     logits = torch.randn(1, 1, VOCAB, dtype=dtype)
-    table = HistoryTable(1, VOCAB, "cpu")
+    table = PenaltyTable(1, VOCAB, "cpu")
     slots = torch.tensor([0])
-    table.start(slots, [[]], torch.tensor([4]))
     request = req(frequency=0.5, presence=0.25, repetition=2.0, minimum=9)
+    table.start(slots, [request], torch.tensor([4]))
     expected = plain(request, [4], logits[0, 0].float())
-    apply_penalties(
-        logits,
-        of_requests([request], "cpu"),
-        table.of(slots),
-        torch.full((1, 1, 2), -1),
-        torch.zeros(1, 1, dtype=torch.int64),
-    )
+    apply_penalties(logits, *table.of(slots), torch.full((1, 1, 2), -1), torch.zeros(1, 1, dtype=torch.int64))
     assert logits.dtype == dtype
     torch.testing.assert_close(logits[0, 0].float(), expected, atol=0.05, rtol=0.05)
