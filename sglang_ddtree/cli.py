@@ -24,7 +24,7 @@ usage: sglang-ddtree serve MODEL --speculative-algorithm DDTREE --speculative-dr
 
 Start an SGLang server; every flag goes to SGLang unchanged. DDTREE's own:
   --speculative-draft-model-path DIR   DFlash drafter: a directory or a Hugging Face hub id
-  --speculative-ddtree-budget N        tree nodes below the root, 1 to 256 (default 16; 4 on a CPU);
+  --speculative-ddtree-budget N        tree nodes below the root, 1 to 256 (default 16; 8 on a CPU);
                                        SGLang's --speculative-num-draft-tokens N+1 says the same
   --speculative-eagle-topk K           candidates kept per drafted position, 2 to 32 (default 8)
   --speculative-dflash-block-size B    only for a drafter whose config.json does not say it

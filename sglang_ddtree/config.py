@@ -24,8 +24,7 @@ BUDGET_ENV = "SGLANG_DDTREE_BUDGET"
 BUDGET_FLAG = "--speculative-ddtree-budget"
 
 DEFAULT_BUDGET = 16
-#: The best of docs/results/cpu-2026-12-02.md: on a CPU every verified row costs.
-DEFAULT_BUDGET_CPU = 4
+DEFAULT_BUDGET_CPU = 8
 DEFAULT_TOP_K = 8
 MAX_BUDGET = 256
 MAX_TOP_K = 32

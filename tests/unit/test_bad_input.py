@@ -176,7 +176,7 @@ def test_doctor_on_a_good_pair(outcome):
     checks = {check["name"]: check for check in outcome["doctor"][0]}
     assert [check for check in checks.values() if not check["ok"]] == []
     assert {"sglang", "contract", "plugin", "device", "threads", "drafter", "arguments"} <= set(checks)
-    assert "budget 4, block size 8" in checks["arguments"]["detail"]
+    assert "budget 8, block size 8" in checks["arguments"]["detail"]
 
 
 def test_doctor_on_a_foreign_drafter(outcome):

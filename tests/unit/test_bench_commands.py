@@ -92,7 +92,7 @@ def test_demo_fails_on_a_difference_in_float32_only(fleet, monkeypatch, capsys, 
     monkeypatch.setattr(fleet.handler, "send", send)
     assert demo.main(["--prompts", "1", "--tokens", "8", "--dtype", dtype]) == status
     captured = capsys.readouterr()
-    assert "DDTREE 4 differs from AR on humaneval/0 at token 0" in captured.err and "NO (0/1)" in captured.out
+    assert "DDTREE 8 differs from AR on humaneval/0 at token 0" in captured.err and "NO (0/1)" in captured.out
 
 
 def test_demo_stops_what_runs_when_a_server_does_not_start(fleet, monkeypatch, capsys):
