@@ -8,7 +8,8 @@ would show nothing. The first token comes from the prefill, the others from draf
 
     $(scripts/env.sh)/bin/python scripts/check_distribution.py
 
-Writes docs/results/distribution-cpu-DATE.json and .md. Exit status 1 if a p-value is below 1e-4.
+Writes docs/results/distribution-cpu-DATE.json and .md. Exit status 1 if a p-value is below 1e-4, or that of the
+wrong temperature is not.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def main() -> int:
                 )
                 say(json.dumps(rows[-1]))
     save(options, rows)
-    return 1 if any(min(row["p"], *row["p_by_token"]) < LEAST for row in rows) else 0
+    wrong = any(min(row["p"], *row["p_by_token"]) < LEAST for row in rows)
+    blind = any(row["p_wrong_temperature"] >= LEAST for row in rows)
+    return 1 if wrong or blind else 0
 
 
 def parse() -> argparse.Namespace:

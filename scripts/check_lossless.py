@@ -110,7 +110,7 @@ def main() -> int:
     report = {
         "command": " ".join(["scripts/check_lossless.py", *sys.argv[1:]]),
         "machine": machine.facts(threads.choose().count),
-        "drafter": str(options.drafter).replace(f"{ROOT}/", ""),
+        "drafter": machine.portable(options.drafter),
         "prompts": len(asked),
         "tokens": options.tokens,
         "seeded": options.seeded,

@@ -90,10 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": "scripts/bench_cpu.py " + " ".join(sys.argv[1:] if argv is None else argv),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "machine": machine.facts(threads),
-        "settings": {name: portable(value) for name, value in vars(options).items()},
+        "settings": {name: machine.portable(value) for name, value in vars(options).items()},
         "servers_at_once": servers,
         "flags": {
-            arm.label: [portable(flag) for flag in (*common_flags(target, "DTYPE"), *arm.flags(options.drafter))]
+            arm.label: [
+                machine.portable(flag) for flag in (*common_flags(target, "DTYPE"), *arm.flags(options.drafter))
+            ]
             for arm in arms
         },
         "top_k": DEFAULT_TOP_K,
@@ -109,11 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wrong:
         say(f"float32 answers differ from AR's: {', '.join(wrong)}")
     return 1 if wrong else 0
-
-
-def portable(value: Any) -> str:
-    """As text, without what only this machine has: the checkout's and the home directory's names."""
-    return str(value).replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
 
 
 if __name__ == "__main__":

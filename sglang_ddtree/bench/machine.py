@@ -89,3 +89,8 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def portable(value: object) -> str:
+    """As text for a result file, without the checkout's and the home directory's names."""
+    return str(value).replace(f"{Path(__file__).parents[2]}/", "").replace(str(Path.home()), "~")

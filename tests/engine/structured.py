@@ -76,9 +76,8 @@ STRUCTURED = [
 
 def chat(server, **body):
     """The choice of a greedy chat completion; ids of tool calls, which are drawn, are left out."""
-    choice = server.post("/v1/chat/completions", {"model": "x", "temperature": 0, "max_tokens": 96, **body})["choices"][
-        0
-    ]
+    reply = server.post("/v1/chat/completions", {"model": "x", "temperature": 0, "max_tokens": 96, **body})
+    choice = reply["choices"][0]
     for call in choice["message"].get("tool_calls") or ():
         del call["id"]
     return choice
