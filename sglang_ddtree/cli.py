@@ -1,4 +1,4 @@
-"""``sglang-ddtree``: start SGLang with DDTREE, and find out why it would not start.
+"""``sglang-ddtree``: start SGLang with DDTREE, find out why it would not start, and patch SGLang.
 
 ``serve`` adds nothing to SGLang but the choice of a platform on machines without an accelerator and one-line errors;
 every flag goes to SGLang as it is.
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from sglang_ddtree import __version__
 from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.patching import cli as patching
 
 CPU_PLATFORM = "ddtree_cpu"
 
@@ -51,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
     doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    patching.add_parser(commands)
     options = parser.parse_args(args)
+    if options.command == "patch":
+        try:
+            return patching.run(options)
+        except DDTreeError as error:
+            print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
+            return 2
     if (options.model is None) != (options.drafter is None):
         doctor.error("give --model and --drafter together")
 
