@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
     doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
     doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
+    doctor.add_argument("--port", type=int, default=30000, help="the port to serve on (default %(default)s)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     patching.add_parser(commands)
     options = parser.parse_args(args)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sglang_ddtree.doctor import run_doctor
 
     pick_platform(os.environ)
-    return run_doctor(options.model, options.drafter, as_json=options.json)
+    return run_doctor(options.model, options.drafter, options.port, as_json=options.json)
 
 
 def serve(argv: Sequence[str]) -> int:
