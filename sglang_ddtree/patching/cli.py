@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions.add_parser("apply", parents=[root, change], help="put patches in: all of them or none")
     actions.add_parser("revert", parents=[root, change], help="take patches out again")
     export = actions.add_parser("export", help="write the patches for git am")
-    export.add_argument("directory", type=Path, metavar="DIR")
+    export.add_argument("directory", type=Path, metavar="DIR", help="created if it is not there")
 
 
 def run(options: argparse.Namespace) -> int:
