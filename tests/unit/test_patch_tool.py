@@ -265,7 +265,7 @@ def test_the_installed_patches_are_found(site, monkeypatch):
 def test_a_patch_explains_itself(name):
     text = (series.DIRECTORY / f"{name}.patch").read_text()
     message = text.partition("\n---\n")[0]
-    assert "To see " in message and re.search(r"^Subject: \[PATCH\] \[\w+\] .{10,60}$", message, re.M)
+    assert "To see " in message and re.search(r"^Subject: \[PATCH\] \w+: .{10,60}$", message, re.M)
     assert max(map(len, message.splitlines())) <= 80
 
 
