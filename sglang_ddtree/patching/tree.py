@@ -81,6 +81,11 @@ def _read_file(file: Path, path: str, patches: Sequence[Patch], digest: str) -> 
         text = file.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return File(path, None, frozenset())
+    return decode(path, text, patches, digest)
+
+
+def decode(path: str, text: str, patches: Sequence[Patch], digest: str) -> File:
+    """The state of a file with this text; ``digest`` is the release's."""
     applied = set()
     if _digest(text) != digest:
         for name, hunks in reversed(_parts(patches, path)):
