@@ -181,7 +181,6 @@ class OnCpu:
 
 @pytest.fixture(scope="module")
 def backends():
-    pytest.importorskip("flashinfer")
     return modules("sglang.srt.layers.attention.flashinfer_backend", "0004")
 
 
