@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 
 from sglang_ddtree.errors import DDTreeError
 
-#: Importing SGLang on a busy machine takes a minute.
-TIMEOUT_SECONDS = 300
+#: Importing SGLang takes half a minute, on a very busy machine many times that.
+TIMEOUT_SECONDS = 900
 
 
 @dataclass(frozen=True)
