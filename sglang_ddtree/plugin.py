@@ -48,7 +48,7 @@ def hook_groups() -> list[tuple[Hook, ...]]:
     from sglang_ddtree import hooks
     from sglang_ddtree.cpu.plugin import is_selected
 
-    groups = [hooks.COMMAND_LINE]
+    groups: list[tuple[Hook, ...]] = [hooks.COMMAND_LINE]
     if os.environ.get(ACTIVE_ENV) == "1":
         groups.append(hooks.ENGINE)
     if is_selected():
