@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from sglang_ddtree import config
 from sglang_ddtree.tree.kernels import dispatch
 
 CUDA = torch.device("cuda", 0)
@@ -15,6 +16,10 @@ CUDA = torch.device("cuda", 0)
 
 def test_cuda_within_the_limits_takes_the_kernels():
     assert dispatch.use_kernels(CUDA, 257, max_depth=31, top_k=32)
+
+
+def test_what_the_flags_allow_is_within_the_limits():
+    assert config.MAX_BUDGET <= dispatch.MAX_BUDGET and config.MAX_TOP_K <= dispatch.MAX_TOP_K
 
 
 @pytest.mark.parametrize(
