@@ -27,14 +27,15 @@ SMALL = [
     *((10, 15, 4), (12, 1, 5), (13, 2, 3), (15, 15, 4), (16, 7, 8), (16, 31, 16)),
 ]
 LARGE = [
-    *((31, 31, 32), (32, 7, 8), (33, 1, 32), (48, 2, 5), (63, 7, 8), (64, 7, 8), (64, 15, 4), (65, 15, 16)),
-    *((96, 6, 5), (128, 15, 8), (129, 7, 8), (200, 15, 16), (255, 31, 32), (256, 7, 8), (256, 31, 2), (256, 2, 32)),
+    *((31, 31, 32), (33, 1, 32), (48, 2, 5), (64, 7, 8), (65, 15, 16), (100, 6, 5), (129, 7, 8), (200, 15, 4)),
+    *((256, 31, 32), (256, 2, 16)),
 ]
 
 
-def sizes(small: int, large: int) -> list[Size]:
-    """The sweep over budgets 1 to 256: ``small`` trees for every size of budget up to 16, ``large`` for those above."""
-    return [Size(small, *size) for size in SMALL] + [Size(large, *size) for size in LARGE]
+def sizes(small: int, large: int, max_budget: int = 256) -> list[Size]:
+    """The sweep over budgets from 1: ``small`` trees for every size of budget up to 16, ``large`` for those above."""
+    every = [Size(small, *size) for size in SMALL] + [Size(large, *size) for size in LARGE]
+    return [size for size in every if size.budget <= max_budget]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trees", type=int, default=2000, metavar="N", help="for every budget up to 16 (%(default)s)")
     parser.add_argument("--replays", type=int, default=20, metavar="N", help="of each captured size (%(default)s)")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64], metavar="N")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 64, 128, 256], metavar="N")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[16, 64, 128, 256],
+        metavar="N",
+        help="kernels goes up to the largest of them",
+    )
     parser.add_argument("--repeats", type=int, default=50, metavar="N", help="timed calls (%(default)s)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="served target (default: the demo model)")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, metavar="DIR", help="its DFlash drafter")
@@ -82,10 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         return refuse("torch finds no CUDA device (--device cpu tries the script out without one)")
-    from sglang_ddtree.bench.compare import stop_on_signals
     from sglang_ddtree.gpu import report
 
-    stop_on_signals(say)
     runners = {"kernels": check_kernels, "replay": check_replay, "timing": take_times, "serve": check_serve}
     found = {"command": " ".join(["scripts/gpu_checks.py", *(argv or sys.argv[1:])]), "machine": report.facts(options)}
     found["parts"] = {part: run_part(runners[part], part, options) for part in PARTS if part in options.parts}
@@ -116,7 +121,7 @@ def check_kernels(options: argparse.Namespace) -> Result:
     from sglang_ddtree.gpu import cases, equality
 
     device = kernel_device(options)
-    sizes = cases.sizes(options.trees, max(1, options.trees // 10))
+    sizes = cases.sizes(options.trees, max(1, options.trees // 10), max(options.budgets))
     return {"status": "passed", "trees": equality.check_sizes(sizes, device), "sizes": len(sizes)}
 
 
@@ -144,8 +149,10 @@ def take_times(options: argparse.Namespace) -> Result:
 def check_serve(options: argparse.Namespace) -> Result:
     if importlib.util.find_spec("sglang") is None:
         raise NotRun("SGLang is not installed")
+    from sglang_ddtree.bench.compare import stop_on_signals
     from sglang_ddtree.gpu.serve import check_served
 
+    stop_on_signals(say)
     model = options.model
     if model is None:
         from sglang_ddtree.demo.model import prepare_target

@@ -67,11 +67,11 @@ def variants(budgets: tuple[int, ...] = BUDGETS) -> Iterator[Variant]:
     for budget in budgets:
         width = budget + 1
         for name, kernel, constants, out in (
-            ("build", build_kernel, build_constants(budget), ""),
-            ("bit rows", bits_kernel, bits_constants(width), "*i32"),
-            ("mask", mask_kernel, mask_constants(width, has_prefix=False), "*u8"),
-            ("full mask", mask_kernel, mask_constants(width, has_prefix=True), "*u8"),
-            ("walk", walk_kernel, walk_constants(width), ""),
+            ("build", build_kernel, build_constants(1, budget), ""),
+            ("bit rows", bits_kernel, bits_constants(1, width), "*i32"),
+            ("mask", mask_kernel, mask_constants(1, width, has_prefix=False), "*u8"),
+            ("full mask", mask_kernel, mask_constants(1, width, has_prefix=True), "*u8"),
+            ("walk", walk_kernel, walk_constants(1, width), ""),
         ):
             key = (name, tuple(constants.items()))
             if key not in seen:

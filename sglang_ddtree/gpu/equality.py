@@ -41,8 +41,12 @@ def check_sizes(sizes: Iterable[Size], device: torch.device, seed: int = 0) -> i
     return trees
 
 
-def check(candidates: Candidates, device: torch.device, seed: int) -> None:
-    """Build, bit rows, both masks and the walk of one batch. The masks and walks start from the kernel's own tree."""
+def check(candidates: Candidates, device: torch.device, seed: int) -> DraftTree:
+    """Build, bit rows, both masks and the walk of one batch. The masks and walks start from the kernel's own tree.
+
+    Returns:
+        The kernel's tree.
+    """
     args = (candidates.log_probs, candidates.token_ids, candidates.root_tokens)
     expected = build_tree_reference(*args, candidates.budget)
     tree = build_tree_triton(
@@ -52,6 +56,7 @@ def check(candidates: Candidates, device: torch.device, seed: int) -> None:
         same(field.name, getattr(expected, field.name), getattr(tree, field.name))
     check_masks(expected, tree, candidates.depth, seed)
     check_walk(expected, tree, candidates.depth, seed)
+    return tree
 
 
 def check_masks(expected: DraftTree, tree: DraftTree, depth: int, seed: int) -> None:

@@ -50,7 +50,7 @@ def build_tree_triton(
         raise ValueError(f"out must be a tree of shape {(bs, budget + 1)}, got {tuple(out.tokens.shape)}")
     if bs == 0:
         return out
-    constants = build_constants(budget)
+    constants = build_constants(bs, budget)
     build_kernel[(triton.cdiv(bs, constants["TREES"]),)](
         log_probs.detach().contiguous(),
         token_ids.contiguous(),
@@ -71,9 +71,10 @@ def build_tree_triton(
     return out
 
 
-def build_constants(budget: int) -> dict[str, int]:
+def build_constants(bs: int, budget: int) -> dict[str, int]:
     """What the kernel is compiled for: depth and K are run-time arguments."""
-    return {"TREES": block_size(on_gpu=1), "NODES": node_block(budget), "num_warps": 1}
+    nodes = node_block(budget)
+    return {"TREES": block_size(1, bs, nodes), "NODES": nodes, "num_warps": 1}
 
 
 def _empty_tree(bs: int, width: int, device: torch.device) -> DraftTree:

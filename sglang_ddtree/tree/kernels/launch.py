@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import triton
 
-#: In the interpreter a program is a Python call whose cost hardly depends on how much it handles.
-_INTERPRETED_BLOCK = 256
+#: In the interpreter an operation costs a fifth of a millisecond, and up to about so many elements hardly more.
+_INTERPRETED_ELEMENTS = 1 << 17
 
 
-def block_size(on_gpu: int, interpreted: int = _INTERPRETED_BLOCK) -> int:
-    """Items per program: ``on_gpu``, or ``interpreted`` under ``TRITON_INTERPRET=1``."""
-    return interpreted if triton.knobs.runtime.interpret else on_gpu
+def block_size(on_gpu: int, count: int, width: int) -> int:
+    """Items per program: ``on_gpu``; under ``TRITON_INTERPRET=1`` as many of ``count`` items of ``width`` as pay."""
+    if not triton.knobs.runtime.interpret:
+        return on_gpu
+    return min(triton.next_power_of_2(count), max(1, _INTERPRETED_ELEMENTS // width))
 
 
 def node_block(count: int) -> int:

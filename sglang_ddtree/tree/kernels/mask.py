@@ -22,7 +22,7 @@ def ancestor_bits_triton(tree: DraftTree, max_depth: int, *, out: torch.Tensor |
     out = torch.empty(bs * width, words, dtype=torch.int32, device=tree.device) if out is None else out
     if bs == 0:
         return out
-    constants = bits_constants(width)
+    constants = bits_constants(bs, width)
     bits_kernel[(triton.cdiv(bs * width, constants["ROWS"]),)](
         tree.parents,
         out,
@@ -35,9 +35,10 @@ def ancestor_bits_triton(tree: DraftTree, max_depth: int, *, out: torch.Tensor |
     return out
 
 
-def bits_constants(width: int) -> dict[str, int]:
+def bits_constants(bs: int, width: int) -> dict[str, int]:
     """What the kernel is compiled for."""
-    return {"ROWS": block_size(on_gpu=32), "WORDS": triton.next_power_of_2(-(-width // 32)), "num_warps": 1}
+    words = triton.next_power_of_2(-(-width // 32))
+    return {"ROWS": block_size(32, bs * width, words), "WORDS": words, "num_warps": 1}
 
 
 def write_ancestor_mask(tree: DraftTree, max_depth: int, out: torch.Tensor) -> torch.Tensor:
@@ -59,7 +60,7 @@ def _write_mask(tree: DraftTree, prefix_lens: torch.Tensor | None, max_depth: in
     bs, width = tree.tokens.shape
     if bs == 0:
         return out
-    constants = mask_constants(width, has_prefix=prefix_lens is not None)
+    constants = mask_constants(bs, width, has_prefix=prefix_lens is not None)
     mask_kernel[(triton.cdiv(bs * width, constants["ROWS"]),)](
         tree.parents,
         tree.parents if prefix_lens is None else prefix_lens.contiguous(),
@@ -73,16 +74,11 @@ def _write_mask(tree: DraftTree, prefix_lens: torch.Tensor | None, max_depth: in
     return out
 
 
-def mask_constants(width: int, *, has_prefix: bool) -> dict[str, int]:
+def mask_constants(bs: int, width: int, *, has_prefix: bool) -> dict[str, int]:
     """What the kernel is compiled for."""
     columns = triton.next_power_of_2(width)
-    return {
-        "HAS_PREFIX": has_prefix,
-        "ROWS": block_size(on_gpu=16),
-        "COLUMNS": columns,
-        "REQUESTS": 64,
-        "num_warps": 4,
-    }
+    rows = block_size(16, bs * width, columns)
+    return {"HAS_PREFIX": has_prefix, "ROWS": rows, "COLUMNS": columns, "REQUESTS": 64, "num_warps": 4}
 
 
 @triton.jit

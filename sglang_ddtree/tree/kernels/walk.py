@@ -30,7 +30,7 @@ def walk_targets_triton(
         out = accepted, tree.tokens.new_empty(bs), tree.tokens.new_empty(bs)
     if bs == 0:
         return out
-    constants = walk_constants(width)
+    constants = walk_constants(bs, width)
     walk_kernel[(triton.cdiv(bs, constants["TREES"]),)](
         tree.tokens,
         tree.parents,
@@ -44,9 +44,10 @@ def walk_targets_triton(
     return out
 
 
-def walk_constants(width: int) -> dict[str, int]:
+def walk_constants(bs: int, width: int) -> dict[str, int]:
     """What the kernel is compiled for."""
-    return {"TREES": block_size(on_gpu=1), "NODES": node_block(width), "num_warps": 1}
+    nodes = node_block(width)
+    return {"TREES": block_size(1, bs, nodes), "NODES": nodes, "num_warps": 1}
 
 
 @triton.jit(do_not_specialize=["bs", "width", "max_depth"])
