@@ -82,7 +82,8 @@ def test_a_wrong_replay_is_found(monkeypatch, name):
     def wrong(*args):
         outputs = right(*args)
         outputs[name] = outputs[name].clone()
-        outputs[name].view(-1)[3] ^= 1
+        flat = outputs[name].view(-1)
+        flat[3] = ~flat[3]
         return outputs
 
     monkeypatch.setattr(replay, "tree_step", wrong)

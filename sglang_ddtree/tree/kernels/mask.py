@@ -77,7 +77,8 @@ def _write_mask(tree: DraftTree, prefix_lens: torch.Tensor | None, max_depth: in
 def mask_constants(bs: int, width: int, *, has_prefix: bool) -> dict[str, int]:
     """What the kernel is compiled for."""
     columns = triton.next_power_of_2(width)
-    rows = block_size(16, bs * width, columns)
+    # At most 16 elements for each of 128 threads: the loop over ancestors is short, and so should its code be.
+    rows = block_size(min(16, 2048 // columns), bs * width, columns)
     return {"HAS_PREFIX": has_prefix, "ROWS": rows, "COLUMNS": columns, "REQUESTS": 64, "num_warps": 4}
 
 
