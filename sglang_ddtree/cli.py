@@ -23,7 +23,7 @@ CPU_PLATFORM = "ddtree_cpu"
 SERVE_HELP = f"""\
 usage: sglang-ddtree serve MODEL --speculative-algorithm DDTREE --speculative-draft-model-path DRAFTER [SGLang flags]
 
-Start an SGLang server; every flag goes to SGLang unchanged. Those that matter to DDTREE:
+Start an SGLang server; every flag goes to SGLang unchanged. Those that matter to DDTREE [defaults]:
 {flags.as_text(flags.SERVE)}
 
 Without a GPU the server runs on the CPU (SGLANG_PLATFORM=ddtree_cpu). If it does not start: sglang-ddtree doctor

@@ -55,6 +55,8 @@ class Sources:
         tree = self.module(module)
         if tree is None:
             return None
+        is_package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        package = module if is_package else module.rpartition(".")[0]
         statements = list(_flat(tree.body))
         for statement in statements:
             if isinstance(statement, Function | ast.ClassDef) and statement.name == name:
@@ -62,7 +64,7 @@ class Sources:
         for statement in statements:
             if name in _assigned(statement):
                 return Found(statement, module)
-            if isinstance(statement, ast.ImportFrom) and (source := _imported(statement, name, module)):
+            if isinstance(statement, ast.ImportFrom) and (source := _imported(statement, name, package)):
                 inner = self._top(*source)
                 if inner is not None:
                     return inner
@@ -180,11 +182,12 @@ def _assigned(statement: ast.stmt) -> set[str]:
     return set()
 
 
-def _imported(statement: ast.ImportFrom, name: str, module: str) -> tuple[str, str] | None:
-    """Where ``from X import Y [as name]`` takes ``name`` from."""
+def _imported(statement: ast.ImportFrom, name: str, package: str) -> tuple[str, str] | None:
+    """Where ``from X import Y [as name]`` takes ``name`` from; ``package`` is the one that holds the statement."""
     for alias in statement.names:
         if statement.module and (alias.name == "*" or (alias.asname or alias.name) == name):
-            above = module.split(".")[: -statement.level] if statement.level else []
+            parents = package.split(".")
+            above = parents[: len(parents) - statement.level + 1] if statement.level else []
             return ".".join([*above, statement.module]), name if alias.name == "*" else alias.name
     return None
 

@@ -77,9 +77,6 @@ VARIABLES = (
 
 
 def as_text(flags: tuple[Flag, ...]) -> str:
-    """One line or two per flag, for a terminal."""
+    """One line per flag, for a terminal."""
     width = max(len(f"{flag.name} {flag.value}") for flag in flags)
-    return "\n".join(
-        f"  {flag.name + ' ' + flag.value:<{width}}  {flag.meaning}\n  {'':<{width}}  (default: {flag.default})"
-        for flag in flags
-    )
+    return "\n".join(f"  {f'{flag.name} {flag.value}':<{width}}  {flag.meaning} [{flag.default}]" for flag in flags)
