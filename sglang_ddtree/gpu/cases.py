@@ -51,6 +51,10 @@ class Candidates:
     def depth(self) -> int:
         return int(self.log_probs.shape[1])
 
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """The arguments in order, the tensors copied to ``device``."""
+        return self.log_probs.to(device), self.token_ids.to(device), self.root_tokens.to(device), self.budget
+
 
 def random_candidates(size: Size, seed: int) -> Candidates:
     """Candidates of ``size``, the same for the same seed.
