@@ -27,7 +27,7 @@ SMALL = [
     *((10, 15, 4), (12, 1, 5), (13, 2, 3), (15, 15, 4), (16, 7, 8), (16, 31, 16)),
 ]
 LARGE = [
-    *((31, 31, 32), (33, 1, 32), (48, 2, 5), (64, 7, 8), (65, 15, 16), (100, 6, 5), (129, 7, 8), (200, 15, 4)),
+    *((31, 31, 32), (33, 1, 32), (48, 2, 5), (64, 7, 8), (65, 15, 16), (100, 6, 5), (129, 7, 8)),
     *((256, 31, 32), (256, 2, 16)),
 ]
 
@@ -50,6 +50,10 @@ class Candidates:
     @property
     def depth(self) -> int:
         return int(self.log_probs.shape[1])
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """The arguments in order, the tensors copied to ``device``."""
+        return self.log_probs.to(device), self.token_ids.to(device), self.root_tokens.to(device), self.budget
 
 
 def random_candidates(size: Size, seed: int) -> Candidates:

@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from sglang_ddtree.gpu import report
 
     runners = {"kernels": check_kernels, "replay": check_replay, "timing": take_times, "serve": check_serve}
-    found = {"command": " ".join(["scripts/gpu_checks.py", *(argv or sys.argv[1:])]), "machine": report.facts(options)}
+    found: Result = {
+        "command": " ".join(["scripts/gpu_checks.py", *(argv or sys.argv[1:])]),
+        "machine": report.facts(options),
+    }
     found["parts"] = {part: run_part(runners[part], part, options) for part in PARTS if part in options.parts}
     path = report.write(found, options.out, options.name)
     print(report.markdown(found))

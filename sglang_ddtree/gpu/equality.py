@@ -47,11 +47,8 @@ def check(candidates: Candidates, device: torch.device, seed: int) -> DraftTree:
     Returns:
         The kernel's tree.
     """
-    args = (candidates.log_probs, candidates.token_ids, candidates.root_tokens)
-    expected = build_tree_reference(*args, candidates.budget)
-    tree = build_tree_triton(
-        *(tensor.to(device) for tensor in args), candidates.budget, out=_stale_tree(expected, device)
-    )
+    expected = build_tree_reference(*candidates.on(torch.device("cpu")))
+    tree = build_tree_triton(*candidates.on(device), out=_stale_tree(expected, device))
     for field in fields(DraftTree):
         same(field.name, getattr(expected, field.name), getattr(tree, field.name))
     check_masks(expected, tree, candidates.depth, seed)

@@ -53,27 +53,27 @@ def measure(
 def calls(size: Size, device: torch.device) -> dict[str, tuple[Call, Call]]:
     """By name: the kernel's call and the torch function's."""
     made = random_candidates(size, seed=0)
-    host = build_tree_reference(made.log_probs, made.token_ids, made.root_tokens, size.budget)
+    host = build_tree_reference(*made.on(torch.device("cpu")))
     targets = random_targets(host, seed=0).to(device)
-    inputs = [tensor.to(device) for tensor in (made.log_probs, made.token_ids, made.root_tokens)]
-    tree = build_tree_triton(*inputs, size.budget)
+    inputs = made.on(device)
+    tree = build_tree_triton(*inputs)
     width, depth = tree.width, min(size.depth, tree.width - 1)
     mask = torch.empty(size.trees, width, width, dtype=torch.bool, device=device)
 
     def kernels() -> None:
-        built: DraftTree = build_tree_triton(*inputs, size.budget)
+        built: DraftTree = build_tree_triton(*inputs)
         write_ancestor_mask(built, depth, mask)
         walk_targets_triton(built, targets, size.depth)
 
     def in_torch() -> None:
-        built = build_tree_batched(*inputs, size.budget)
+        built = build_tree_batched(*inputs)
         mask.copy_(ancestor_mask_torch(built, depth))
         walk_targets_torch(built, targets, size.depth)
 
     return {
         "build": (
-            lambda: build_tree_triton(*inputs, size.budget),
-            lambda: build_tree_batched(*inputs, size.budget),
+            lambda: build_tree_triton(*inputs),
+            lambda: build_tree_batched(*inputs),
         ),
         "mask": (
             lambda: write_ancestor_mask(tree, depth, mask),
