@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import patched_site
 import pytest
-from engines import STRICT, assert_equal, base_flags, ddtree_flags, dflash_flags, log_has
+from engines import STRICT, assert_equal, base_flags, ddtree_flags, dflash_flags
 
 from sglang_ddtree.bench.lossless import acceptance_length, generate_all
 
@@ -31,7 +31,3 @@ def test_answers(serve, model, site, questions, reference, name, algorithm, env)
         got = generate_all(server, questions[:8], TOKENS, 4)
         assert_equal(questions[:8], reference.answers(questions[:8], TOKENS), got)
         assert acceptance_length(got) > 1.2
-        # What the patches make unneeded is not hooked; without the plugin nothing is.
-        hooked = "Applied 1 hook(s) to sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode"
-        assert log_has(server, hooked) == (name == "DDTREE")
-        assert not log_has(server, "get_req_to_token_extra_context_len")
