@@ -62,7 +62,7 @@ def _taps(shape: DrafterShape, target_layers: int) -> list[tuple[int, ...]]:
     tried = [tuple(sorted(given)), given[::-1], tuple(i + 1 for i in given), tuple(i - 1 for i in given)]
     with contextlib.suppress(DDTreeError):  # Too few layers for the rule.
         tried.append(default_target_layer_ids(target_layers, shape.num_hidden_layers))
-    fits = [ids for ids in tried if len(ids) == len(given) and 0 <= min(ids) and max(ids) < target_layers]
+    fits = [ids for ids in tried if len(ids) == len(given) and min(ids) >= 0 and max(ids) < target_layers]
     # Each alone as well: one wrong number among right ones.
     for place, layer in enumerate(given):
         for moved in (layer - 1, layer + 1):

@@ -87,7 +87,7 @@ def load_replica(draft_dir: Path, target_dir: Path) -> Replica:
 
 
 def _causal(text: dict[str, Any], kinds: list[str]) -> tuple[bool, ...]:
-    """SGLang's rule (models/dflash.py): is_causal where it is given, else sliding layers are causal and full ones not."""
+    """SGLang's rule (models/dflash.py): is_causal where it is given, else sliding layers are causal, full ones not."""
     given = text.get("is_causal")
     return tuple(kind == "sliding_attention" if given is None else bool(given) for kind in kinds)
 

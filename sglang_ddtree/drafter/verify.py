@@ -235,8 +235,8 @@ def _faults(report: Report) -> list[str]:
         if trial.better and trial.alternative.setting not in seen:
             seen.add(trial.alternative.setting)
             faults.append(
-                f"{trial.alternative.setting} looks wrong: with {trial.alternative.value} the drafter's first choice is "
-                f"right at {trial.agreement:.1%} of the positions instead of {trial.given:.1%} ({trial.sigmas:.0f} sigma)"
+                f"{trial.alternative.setting} looks wrong: with {trial.alternative.value} the first choice is right at "
+                f"{trial.agreement:.1%} of the positions instead of {trial.given:.1%} ({trial.sigmas:.0f} sigma)"
             )
     if report.agreement[0] < HEALTHY:
         faults.append(
