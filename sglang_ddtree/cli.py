@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `serve` is not parsed here: its flags are SGLang's.
     if args[:1] == ["serve"]:
         return serve(args[1:])
+    if args[:1] == ["drafter"]:
+        from sglang_ddtree.drafter.cli import main as drafter_main
+
+        return drafter_main(args[1:])
     parser = build_parser()
     options = parser.parse_args(args)
     if options.command == "patch":
@@ -63,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sglang-ddtree {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
+    commands.add_parser("drafter", add_help=False, help="inspect, prepare, check, verify or push a DFlash drafter")
     doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
     doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
     doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
