@@ -12,6 +12,17 @@ use_env
 cd "$here"
 say() { printf '[test] %s\n' "$*" >&2; }
 
+# The tests of `drafter push` copy through a real sshd and rsync.
+if ! command -v rsync >/dev/null || ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null; then
+  if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    say "installing rsync and openssh-server"
+    { apt-get update && apt-get install -y --no-install-recommends rsync openssh-server; } >/dev/null 2>&1 ||
+      { echo "test.sh: apt-get could not install rsync and openssh-server" >&2; exit 1; }
+  else
+    echo "test.sh: the tests need rsync and sshd: install rsync and openssh-server" >&2; exit 1
+  fi
+fi
+
 if [ $# -eq 0 ]; then
   say "ruff"
   "$ENV/bin/python" -m ruff check .

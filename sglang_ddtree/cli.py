@@ -1,4 +1,4 @@
-"""``sglang-ddtree``: start SGLang with DDTREE, and find out why it would not start.
+"""``sglang-ddtree``: start SGLang with DDTREE, find out why it would not start, and patch SGLang.
 
 ``serve`` adds nothing to SGLang but the choice of a platform on machines without an accelerator and one-line errors;
 every flag goes to SGLang as it is.
@@ -14,20 +14,17 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NoReturn
 
-from sglang_ddtree import __version__
+from sglang_ddtree import __version__, flags
 from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.patching import cli as patching
 
 CPU_PLATFORM = "ddtree_cpu"
 
-SERVE_HELP = """\
+SERVE_HELP = f"""\
 usage: sglang-ddtree serve MODEL --speculative-algorithm DDTREE --speculative-draft-model-path DRAFTER [SGLang flags]
 
-Start an SGLang server; every flag goes to SGLang unchanged. DDTREE's own:
-  --speculative-draft-model-path DIR   DFlash drafter: a directory or a Hugging Face hub id
-  --speculative-ddtree-budget N        tree nodes below the root, 1 to 256 (default 16; 8 on a CPU);
-                                       SGLang's --speculative-num-draft-tokens N+1 says the same
-  --speculative-eagle-topk K           candidates kept per drafted position, 2 to 32 (default 8)
-  --speculative-dflash-block-size B    only for a drafter whose config.json does not say it
+Start an SGLang server; every flag goes to SGLang unchanged. Those that matter to DDTREE [defaults]:
+{flags.as_text(flags.SERVE)}
 
 Without a GPU the server runs on the CPU (SGLANG_PLATFORM=ddtree_cpu). If it does not start: sglang-ddtree doctor
 All other flags: sglang serve --help
@@ -43,22 +40,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `serve` is not parsed here: its flags are SGLang's.
     if args[:1] == ["serve"]:
         return serve(args[1:])
-    parser = argparse.ArgumentParser(prog="sglang-ddtree", description="DDTree speculative decoding for SGLang.")
-    parser.add_argument("--version", action="version", version=f"sglang-ddtree {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
-    doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
-    doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
-    doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
-    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    if args[:1] == ["drafter"]:
+        from sglang_ddtree.drafter.cli import main as drafter_main
+
+        return drafter_main(args[1:])
+    parser = build_parser()
     options = parser.parse_args(args)
+    if options.command == "patch":
+        try:
+            return patching.run(options)
+        except DDTreeError as error:
+            print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
+            return 2
     if (options.model is None) != (options.drafter is None):
-        doctor.error("give --model and --drafter together")
+        parser.error("give --model and --drafter together")
 
     from sglang_ddtree.doctor import run_doctor
 
     pick_platform(os.environ)
-    return run_doctor(options.model, options.drafter, as_json=options.json)
+    return run_doctor(options.model, options.drafter, options.port, as_json=options.json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; ``serve`` is in it for its help only."""
+    parser = argparse.ArgumentParser(prog="sglang-ddtree", description="DDTree speculative decoding for SGLang.")
+    parser.add_argument("--version", action="version", version=f"sglang-ddtree {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
+    commands.add_parser("drafter", add_help=False, help="inspect, prepare, check, verify or push a DFlash drafter")
+    doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
+    doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
+    doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
+    doctor.add_argument("--port", type=int, default=30000, help="the port to serve on (default %(default)s)")
+    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    patching.add_parser(commands)
+    return parser
 
 
 def serve(argv: Sequence[str]) -> int:

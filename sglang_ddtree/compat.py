@@ -82,6 +82,13 @@ CONTRACT: tuple[Name, ...] = (
         "sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks.py", signature="target hook hook_type source"
     ),
     Name("sglang.srt.plugins.hook_registry:HookType", "hooks.py"),
+    Name(
+        "sglang.srt.managers.scheduler:run_scheduler_process",
+        "hook_probe.py",
+        signature="server_args port_args gpu_id tp_rank pp_rank dp_rank pipe_writer display_tp_rank display_dp_rank "
+        "display_moe_ep_rank",
+    ),
+    Name("sglang.srt.managers.scheduler:resolve_spawn_dp_rank", "hook_probe.py"),
     # Command line
     Name("sglang.launch_server:run_server", "cli.py", signature="server_args"),
     Name("sglang.srt.plugins:load_plugins", "cli.py doctor.py", signature=""),

@@ -6,18 +6,25 @@ Every check is a function that returns a ``Check`` and raises nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from sglang_ddtree import __version__, compat
 from sglang_ddtree.errors import DDTreeError
+
+#: SGLang's own.
+DEFAULT_PORT = 30000
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,11 @@ class Check:
     advice: str = ""
 
 
-def run_doctor(model: str | None, drafter: str | None, *, as_json: bool = False) -> int:
+def run_doctor(model: str | None, drafter: str | None, port: int = DEFAULT_PORT, *, as_json: bool = False) -> int:
     """Print all checks; returns 0 when DDTREE would start, 1 when it would not."""
     # SGLang and its dependencies print while they are imported; the report alone belongs on stdout.
     with contextlib.redirect_stdout(sys.stderr):
-        checks = list(all_checks(model, drafter))
+        checks = list(all_checks(model, drafter, port))
     ok = all(check.ok for check in checks)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=2))
@@ -59,20 +66,25 @@ def render(checks: list[Check], *, colour: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def all_checks(model: str | None, drafter: str | None) -> Iterator[Check]:
+def all_checks(model: str | None, drafter: str | None, port: int = DEFAULT_PORT) -> Iterator[Check]:
     yield Check("sglang-ddtree", True, f"{__version__} in {Path(__file__).parent}")
     version = check_version()
     yield version
     if version.ok:
         yield check_contract()
-        yield check_plugin()
+        yield check_patches()
+        plugin = check_plugin()
+        yield plugin
+        if plugin.ok:
+            yield check_hooks()
     yield check_torch()
     yield check_device()
     if _on_our_cpu_platform():
         yield check_threads()
         yield check_bf16()
+    yield check_port(port)
+    yield check_attention_backend()
     if model is None or drafter is None:
-        yield check_attention_backend()
         return
     pair = check_drafter(model, drafter)
     yield from pair
@@ -166,6 +178,61 @@ def _is_ours(entry: importlib.metadata.EntryPoint) -> bool:
     return entry.dist is not None and entry.dist.name == "sglang-ddtree"
 
 
+def check_patches() -> Check:
+    return _guarded("patches", "see docs/install.md", _check_patches)
+
+
+def _check_patches() -> Check:
+    from sglang_ddtree.patching import series, tree
+
+    patches = series.load()
+    files = tree.read_files(tree.find_package(None), patches, series.pristine_hashes())
+    states = tree.patch_states(patches, files)
+    if modified := tree.modified(files):
+        # The contract says whether DDTREE minds.
+        return Check(
+            "patches",
+            True,
+            f"SGLang's files differ from the release and from our patches: {', '.join(modified)}",
+            f"if that is not meant: pip install --force-reinstall --no-deps sglang=={compat.SUPPORTED}",
+        )
+    if "partly applied" in states.values():
+        return Check("patches", False, "a patch is half applied", "sglang-ddtree patch apply, or revert")
+    applied = [name for name, state in states.items() if state == "applied"]
+    return Check("patches", True, ", ".join(applied) if applied else "none applied (none is needed)")
+
+
+def check_hooks() -> Check:
+    return _guarded("hooks", "read the error that SGLang logged above", _check_hooks)
+
+
+def _check_hooks() -> Check:
+    from sglang_ddtree import hook_probe
+
+    asked = hook_probe.ask_scheduler()
+    if asked.missing:
+        return Check(
+            "hooks",
+            False,
+            f"a scheduler process has not applied {', '.join(asked.missing)}",
+            "another plugin may replace the same function: set SGLANG_PLUGINS=ddtree to leave the others out",
+        )
+    away = f", {asked.unneeded} made unneeded by patches" if asked.unneeded else ""
+    return Check("hooks", True, f"{asked.applied} in place in a scheduler process{away}")
+
+
+def check_port(port: int) -> Check:
+    """Whether a server could listen there, on SGLang's default address."""
+    with socket.socket() as probe:
+        # As servers do: a port whose last connections linger is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            return Check("port", False, f"{port} cannot be used: {error}", "serve with another --port")
+    return Check("port", True, f"{port} is free")
+
+
 def check_torch() -> Check:
     import torch
 
@@ -252,9 +319,37 @@ def _check_attention_backend() -> Check:
 
     if _on_our_cpu_platform():
         return Check("attention", True, f"{ATTENTION_BACKEND} (ours, reads tree masks)")
-    usable = [name for name in TREE_BACKENDS if name != "flashinfer" or importlib.util.find_spec("flashinfer")]
-    detail = f"{usable[0]} unless --attention-backend says otherwise (with a tree: {', '.join(usable)})"
-    return Check("attention", True, detail)
+    problem = flashinfer_problem()
+    if problem is not None:
+        return Check(
+            "attention",
+            False,
+            f"flashinfer, the default, {problem}",
+            "reinstall it, or serve with --attention-backend triton",
+        )
+    return Check(
+        "attention",
+        True,
+        f"{TREE_BACKENDS[0]} {importlib.metadata.version('flashinfer-python')} unless --attention-backend says "
+        f"otherwise (these read tree masks: {', '.join(TREE_BACKENDS)})",
+    )
+
+
+def flashinfer_problem() -> str | None:
+    """Why FlashInfer's masked prefill could not be used, or None; its kernels are compiled at the first start."""
+    try:
+        installed = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+    wanted = [Requirement(text) for text in importlib.metadata.requires("sglang") or ()]
+    for requirement in wanted:
+        if canonicalize_name(requirement.name) == "flashinfer-python" and installed not in requirement.specifier:
+            return f"is {installed}, and SGLang needs {requirement.specifier}"
+    try:
+        module = importlib.import_module("flashinfer")
+    except Exception as error:  # It loads CUDA libraries, which fail in many ways.
+        return f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
+    return None if hasattr(module, "BatchPrefillWithPagedKVCacheWrapper") else "has no paged prefill"
 
 
 def check_drafter(model: str, drafter: str) -> list[Check]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_ddtree.config import BUDGET_ENV, BUDGET_FLAG, DEFAULT_BUDGET, DEFAULT_BUDGET_CPU, MAX_BUDGET, DDTreeConfig
+from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.patching.installed import ROW_WIDTH, WITHOUT_TRITON, is_applied
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,57 @@ class Hook:
         function: called as ``function(original, *args, **kwargs)`` for AROUND, in place of it for REPLACE.
         kind: "around" or "replace".
         reason: why it is needed and what happens without it.
+        patch: the patch of ours that makes it unneeded, if there is one; where that is in SGLang, the hook stays away.
     """
 
     target: str
     function: Callable[..., Any]
     kind: str
     reason: str
+    patch: str = ""
 
 
 def register(*groups: Sequence[Hook]) -> None:
-    """Hand the hooks of some groups to SGLang; it applies them when all plugins have run. One that stands in two groups
-    is registered once, since SGLang warns of a function that is wrapped twice."""
+    """Hand the hooks of some groups to SGLang; it applies them when all plugins have run."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    done = set()
-    for hook in (hook for group in groups for hook in group):
-        if (hook.target, hook.function) not in done:
-            done.add((hook.target, hook.function))
-            HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    for hook in needed(*groups):
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+
+
+def needed(*groups: Sequence[Hook]) -> list[Hook]:
+    """The hooks of some groups without those that a patch in this SGLang makes unneeded. One that stands in two groups
+    comes once, since SGLang warns of a function that is wrapped twice."""
+    hooks = {(hook.target, hook.function): hook for group in groups for hook in group}
+    return [hook for hook in hooks.values() if not (hook.patch and is_applied(hook.patch))]
+
+
+def missing(*groups: Sequence[Hook]) -> list[str]:
+    """Targets of the needed hooks of some groups that are not in place in this process."""
+    return [hook.target for hook in needed(*groups) if hook.function not in _functions_around(hook.target)]
+
+
+def require_applied(*groups: Sequence[Hook]) -> None:
+    """Raises DDTreeError when a hook is not in place: SGLang logs that and goes on, and the answers could be wrong."""
+    if targets := missing(*groups):
+        raise DDTreeError(
+            f"DDTREE cannot run: SGLang has not applied the hooks on {', '.join(targets)} (its log says why, above): "
+            "see sglang-ddtree doctor"
+        )
+
+
+def _functions_around(target: str) -> list[Any]:
+    """The functions that SGLang's registry has put around a target: what its wrappers close over."""
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return []
+    found: list[Any] = []
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        found += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def _ddtree_is_running() -> bool:
@@ -212,6 +248,7 @@ ENGINE = (
         "around",
         "a request's row of the slot table is shorter than what a step reserves near the context limit; without it "
         "SGLang writes into the next request's row",
+        patch=ROW_WIDTH,
     ),
     Hook(
         "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode",
@@ -323,12 +360,14 @@ CPU = (
         "around",
         "stock DFLASH has the same short rows, and this platform's slot writer raises where SGLang's kernel writes "
         "into the next row: a request that reaches the context limit would end the server",
+        patch=ROW_WIDTH,
     ),
     Hook(
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
         _cpu_op("assign_req_to_token_pool_func"),
         "replace",
         _TRITON_ONLY,
+        patch=WITHOUT_TRITON,
     ),
     Hook(
         "sglang.kernels.ops.speculative.cache_locs.fill_front_out_cache_loc_func",
@@ -365,6 +404,7 @@ CPU = (
         _keep_embedding_dtype,
         "around",
         "SGLang casts the draft block's embeddings to bf16, which fails in an fp32 model",
+        patch=WITHOUT_TRITON,
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
@@ -377,6 +417,7 @@ CPU = (
         _draft_attention_init,
         "around",
         "the fused norm and rotation of a bf16 drafter is a Triton kernel; off, SGLang runs its torch version",
+        patch=WITHOUT_TRITON,
     ),
     Hook(
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._greedy_sample_from_vocab_parallel_head",

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_ddtree.hooks import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +40,20 @@ def register() -> None:
 
     SpeculativeAlgorithm.register("DDTREE", supports_overlap=True, spec_class=DDTreeAlgorithm)(worker_class)
     register_resolution_hook("handle_speculative_decoding")(check_drafter_first)
+    hooks.register(*hook_groups())
+
+
+def hook_groups() -> list[tuple[Hook, ...]]:
+    """The groups of hooks that this process needs."""
+    from sglang_ddtree import hooks
     from sglang_ddtree.cpu.plugin import is_selected
 
-    groups: list[tuple[hooks.Hook, ...]] = [hooks.COMMAND_LINE]
+    groups: list[tuple[Hook, ...]] = [hooks.COMMAND_LINE]
     if os.environ.get(ACTIVE_ENV) == "1":
         groups.append(hooks.ENGINE)
     if is_selected():
         groups.append(hooks.CPU)
-    hooks.register(*groups)
+    return groups
 
 
 def _register_refusal(reason: str) -> None:

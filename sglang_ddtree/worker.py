@@ -28,11 +28,12 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
-from sglang_ddtree import compat
+from sglang_ddtree import compat, hooks
 from sglang_ddtree.config import MAX_TOP_K, DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.grammar import keep_allowed, root_bitmask
 from sglang_ddtree.penalties import PenaltyTable, has_penalties
+from sglang_ddtree.plugin import hook_groups
 from sglang_ddtree.tree.build import build_tree
 from sglang_ddtree.verify import make_verify_input
 
@@ -55,6 +56,7 @@ class DDTreeDraftInput(DFlashDraftInputV2):
 
 class DDTreeWorker(DFlashWorkerV2):
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker):
+        hooks.require_applied(*hook_groups())
         self.tree_config = DDTreeConfig.from_spec(get_spec())
         with self._draft_scope():
             super().__init__(server_args, gpu_id, nccl_port, target_worker)

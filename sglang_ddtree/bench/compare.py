@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from sglang_ddtree.bench import client, machine, server
 from sglang_ddtree.bench.arms import Arm, Stint, common_flags
 from sglang_ddtree.bench.prompts import Prompt
+from sglang_ddtree.signals import stop_on_signals as stop_on_signals  # part of this module's interface
 
 Say = Callable[[str], None]
 
@@ -64,20 +62,6 @@ class Load:
 
     busy_cores: float
     other_cores: float
-
-
-def stop_on_signals(say: Say) -> None:
-    """Let Ctrl-C, TERM and HUP end this program through its ``finally`` clauses, which stop the servers; once only."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def stop(number: int, frame: object) -> NoReturn:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        say(f"{signal.Signals(number).name}: stopping whatever runs")
-        sys.exit(128 + number)
-
-    for number in numbers:
-        signal.signal(number, stop)
 
 
 def interleaved(columns: Sequence[Sequence[Prompt]]) -> list[Prompt]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
+from sglang_ddtree.patching.installed import WITHOUT_TRITON, is_applied
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ def init_worker() -> None:
 
         return TorchTreeAttnBackend(runner)
 
-    _ignore_streams_of_cpu_tensors()
+    if not is_applied(WITHOUT_TRITON):
+        _ignore_streams_of_cpu_tensors()
 
 
 def init_layers() -> None:

@@ -15,33 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ddtree.drafter.files import TensorInfo, has_weights, read_config, read_header
+from sglang_ddtree.drafter.families import HARMLESS, architecture, other_family, plain_name
+from sglang_ddtree.drafter.files import MASK_EMBEDDING, has_weights, read_config, read_header
+from sglang_ddtree.drafter.header import TensorInfo
+from sglang_ddtree.drafter.settings import Finding, mask_token_findings, setting_findings
 from sglang_ddtree.errors import DDTreeError
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "DFlashDraftModel"
-
-#: Drafters that share DFlash's config but are another method; each needs a worker of its own.
-_OTHER_TENSORS = (
-    ("DFlash2", re.compile(r"\b(attention_conv|mlp_conv|candidate_selector)\.")),
-    ("DSpark", re.compile(r"\bmarkov_head\b")),
-    ("Domino", re.compile(r"^(prefix_gru|embed_proj)\.")),
-    ("LiLiCorr", re.compile(r"^lilicorr\.")),
-    ("attention-sink DFlash", re.compile(r"\battention_sink_bias$")),
+MASK_EMBEDDING_REASON = (
+    "SGLang would unpickle it and overwrite a row of the target's embedding; move it away to serve without it (expect "
+    "a lower acceptance), or use DFLASH"
 )
-#: Names of SGLang's vendor export (``models/dflash.py: load_weights``).
-_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-#: Buffers that older exporters saved and that carry no weights.
-_HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """``level`` is "error" (DDTREE refuses to start) or "warning"."""
-
-    level: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +90,9 @@ def _findings(draft_dir: Path, target_dir: Path, overrides: dict[str, Any]) -> I
         config = _apply(read_config(draft_dir), overrides)
         if not has_weights(draft_dir):
             raise DDTreeError(f"{where} has no weights (*.safetensors): download or export the drafter again.")
-        tensors = {_plain_name(name): info for name, info in read_header(draft_dir).items()}
+        if (draft_dir / MASK_EMBEDDING).exists():
+            raise DDTreeError(f"{draft_dir / MASK_EMBEDDING} is refused: {MASK_EMBEDDING_REASON}.")
+        tensors = {plain_name(name): info for name, info in read_header(draft_dir).items()}
         _refuse_other_families(config, tensors, where)
         drafter = read_drafter(config, where)
         target = read_target(_apply(read_config(target_dir), overrides), str(target_dir))
@@ -112,8 +100,10 @@ def _findings(draft_dir: Path, target_dir: Path, overrides: dict[str, Any]) -> I
         yield Finding("error", str(error))
         return
     yield from _against_target(drafter, target, where)
+    yield from setting_findings(config, _apply(read_config(target_dir), overrides), drafter.num_layers, where)
     if drafter.hidden_size != target.hidden_size:
         return  # Another target's drafter: every shape below would be reported again.
+    yield from mask_token_findings(drafter.mask_token_id, target_dir, where)
     if not tensors:
         yield Finding(
             "warning",
@@ -153,7 +143,7 @@ def read_drafter(config: dict[str, Any], where: str) -> DrafterInfo:
         missing = "hidden_size" if hidden_size is None else "num_hidden_layers"
         raise DDTreeError(f"{where} has no {missing}: it is not a DFlash drafter's config.")
     return DrafterInfo(
-        architecture=_architecture(config) or "",
+        architecture=architecture(config) or "",
         hidden_size=hidden_size,
         num_layers=num_layers,
         vocab_size=_positive(text.get("vocab_size"), "vocab_size", where),
@@ -200,11 +190,6 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def _architecture(config: dict[str, Any]) -> str | None:
-    names = config.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -245,7 +230,7 @@ def _apply(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_other_families(config: dict[str, Any], tensors: dict[str, TensorInfo], where: str) -> None:
     """Raises DDTreeError when this is not a plain DFlash drafter."""
-    family = _other_family(config, tensors)
+    family = other_family(config, tensors)
     if family is not None:
         raise DDTreeError(f"{where} is a {family} drafter, which DDTREE does not support: give a plain DFlash drafter.")
     nested = config.get("dflash_config")
@@ -255,38 +240,15 @@ def _refuse_other_families(config: dict[str, Any], tensors: dict[str, TensorInfo
         raise DDTreeError(
             f'{where}/config.json has no model_type and SGLang cannot read it: add "model_type": "qwen3".'
         )
-    architecture = _architecture(config)
-    if architecture != ARCHITECTURE:
+    name = architecture(config)
+    if name != ARCHITECTURE:
         is_dflash = nested is not None or "fc.weight" in tensors
         advice = (
             f'set "architectures": ["{ARCHITECTURE}"] in its config.json if it is one'
             if is_dflash
             else "give a drafter that was trained for this target"
         )
-        raise DDTreeError(f"{where} is not a DFlash drafter (architecture {architecture or 'not given'}): {advice}.")
-
-
-def _other_family(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str | None:
-    nested = config.get("dflash_config")
-    nested = nested if isinstance(nested, dict) else {}
-    architecture = _architecture(config) or ""
-    by_config = (
-        ("DFlash2", "DFlash2" in architecture or any(nested.get(k) for k in ("conv_kernel_size", "conv_group_size"))),
-        ("DFlash2 (selector)", any(nested.get(key) for key in ("selector_rank", "selector_top_k"))),
-        ("DSpark", "DSpark" in architecture or any(bool(c.get("markov_rank")) for c in (nested, config))),
-        ("Domino", nested.get("projector_type", config.get("projector_type")) == "domino"),
-        ("LiLiCorr", "LiLiCorr" in architecture or bool(nested.get("lilicorr_enabled"))),
-        ("Laguna DFlash", "Laguna" in architecture),
-        ("Muse DFlash", "MuseGlimmer" in architecture),
-        ("attention-sink DFlash", any(bool(c.get("attention_sink_bias")) for c in (nested, config))),
-    )
-    for family, found in by_config:
-        if found:
-            return family
-    for family, pattern in _OTHER_TENSORS:
-        if any(pattern.search(name) for name in tensors):
-            return family
-    return None
+        raise DDTreeError(f"{where} is not a DFlash drafter (architecture {name or 'not given'}): {advice}.")
 
 
 def _against_target(drafter: DrafterInfo, target: TargetInfo, where: str) -> Iterator[Finding]:
@@ -396,7 +358,7 @@ def _against_tensors(
                 "they do not belong together.",
             )
             return
-    unknown = sorted(name for name in tensors if name not in expected and not _HARMLESS.search(name))
+    unknown = sorted(name for name in tensors if name not in expected and not HARMLESS.search(name))
     if unknown:
         yield Finding("warning", f"{where} holds {_list(unknown)}, which SGLang ignores.")
 
@@ -443,10 +405,6 @@ def expected_tensors(
             names[layer + "mlp.gate_proj.weight"] = names[layer + "mlp.up_proj.weight"] = (inner, hidden)
         names[layer + "mlp.down_proj.weight"] = (hidden, inner)
     return names
-
-
-def _plain_name(name: str) -> str:
-    return _ALIASES.get(name, name.removeprefix("model."))
 
 
 def _list(names: list[str]) -> str:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ddtree.drafter.header import TensorInfo, read_file_header
 from sglang_ddtree.errors import DDTreeError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+#: A side file of some drafters that SGLang would unpickle.
+MASK_EMBEDDING = "mask_embedding.pt"
 #: Weights that SGLang loads but whose header cannot be read without unpickling.
 PICKLED = ("*.bin", "*.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-#: A safetensors header larger than this is a damaged file (the format's own limit).
-_MAX_HEADER = 100_000_000
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as a safetensors header describes it; ``dtype`` is the header's word, such as ``BF16``."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def resolve_model_dir(path: str, revision: str | None = None, *, weights: bool = False) -> Path:
@@ -79,7 +71,8 @@ def _first_line(error: Exception) -> str:
 
 def has_weights(model_dir: Path) -> bool:
     """Whether the directory holds weights in a format SGLang loads for a drafter."""
-    return any(next(model_dir.glob(pattern), None) is not None for pattern in (WEIGHTS[0], *PICKLED))
+    names = (path.name for pattern in (WEIGHTS[0], *PICKLED) for path in model_dir.glob(pattern))
+    return any(name != MASK_EMBEDDING for name in names)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -93,7 +86,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DDTreeError(f"cannot read {path}: {error.strerror or error}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DDTreeError(f"{path} is not valid JSON: {_first_line(error)}.") from None
     if not isinstance(config, dict):
         raise DDTreeError(f"{path} must hold a JSON object, got {type(config).__name__}.")
@@ -108,11 +101,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         DDTreeError: a damaged or truncated file, or a shard that the index names and the directory lacks.
     """
-    if path.is_file():
-        return _file_header(path)
+    if not path.is_dir():
+        return read_file_header(path)
     tensors: dict[str, TensorInfo] = {}
     for shard in _shards(path):
-        tensors.update(_file_header(shard))
+        tensors.update(read_file_header(shard))
     return tensors
 
 
@@ -122,30 +115,13 @@ def _shards(model_dir: Path) -> list[Path]:
         return sorted(model_dir.glob(WEIGHTS[0]))
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DDTreeError(f"{index} is not a safetensors index (a JSON object with a weight_map).") from None
+    # The index is text from a stranger: it may name files of this directory only.
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise DDTreeError(f"{index} names {outside[0]!r}, which is not a file of its own directory: do not use it.")
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
         raise DDTreeError(f"{model_dir} lacks {missing[0]}, which {INDEX} names: download the model again.")
     return [model_dir / name for name in names]
-
-
-def _file_header(path: Path) -> dict[str, TensorInfo]:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 2 <= length <= min(size - 8, _MAX_HEADER) else b""
-    except OSError as error:
-        raise DDTreeError(f"cannot read {path}: {error.strerror or error}.") from None
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        tensors = {name: TensorInfo(tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        complete = 8 + length + end <= size
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        complete = False
-    if not complete:
-        raise DDTreeError(f"{path} is not a complete safetensors file: download or export it again.")
-    return tensors

@@ -48,8 +48,14 @@ def reference_text(
 
 
 @torch.inference_mode()
-def proposals(drafter: Drafter, embed: torch.Tensor, q: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and token ids [answer - 1, B - 1, TOP_K] of the drafter at every token of an answer."""
+def proposals(
+    drafter: Drafter, embed: torch.Tensor, q: Sequence, head: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and token ids [answer - 1, B - 1, TOP_K] of the drafter at every token of an answer.
+
+    ``head`` [vocab, h] is the target's LM head, its embedding where not given.
+    """
+    head = embed if head is None else head
     n = len(q.tokens)
     anchors = torch.arange(q.prompt, n - 1)
     context = drafter.project(q.taps[None].float())
@@ -58,7 +64,7 @@ def proposals(drafter: Drafter, embed: torch.Tensor, q: Sequence) -> tuple[torch
         part = anchors[None, low : low + 32]
         block = block_embeddings(embed, q.tokens[part].long(), drafter.shape)
         hidden = drafter(context, part, block, first_row=1)[0]
-        logits = hidden @ embed.T
+        logits = hidden @ head.T
         top = logits.topk(TOP_K, dim=-1)
         log_probs.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)

@@ -54,6 +54,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.num_attention_heads * d, h, bias=False)
         self.q_norm = nn.RMSNorm(d, eps=shape.rms_norm_eps)
         self.k_norm = nn.RMSNorm(d, eps=shape.rms_norm_eps)
+        self.causal = False  # within a block; some drafters' sliding layers are
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., n, h], cos and sin [..., n, d] -> keys, values [..., kv, n, d]."""
@@ -85,6 +86,9 @@ class Attention(nn.Module):
         far = torch.matmul(q.reshape(b, kv, a * group * size, d), context_k.transpose(2, 3))
         far = far.view(b, kv, a, group * size, s).masked_fill(hidden_context[:, None, :, None], float("-inf"))
         near = torch.matmul(q.reshape(b, kv, a, group * size, d), block_k.permute(0, 2, 1, 4, 3))
+        if self.causal:
+            later = torch.arange(size + first_row) > torch.arange(first_row, size + first_row)[:, None]
+            near = near.masked_fill(later.repeat(group, 1), float("-inf"))
         weights = torch.cat([far, near], dim=-1).softmax(-1)
         out = torch.matmul(weights[..., :s].reshape(b, kv, a * group * size, s), context_v)
         out = out.view(b, kv, a, group * size, d) + torch.matmul(weights[..., s:], block_v.transpose(1, 2))

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ddtree.tree.draft_tree import DraftTree
+from sglang_ddtree.tree.kernels.dispatch import use_kernels
 
 #: On a CPU, ``bs * budget`` up to which the heap is faster than the batched version (measured: depth 7 and 15, K 8).
 _HEAP_MAX_NODES = 256
@@ -33,8 +34,9 @@ _HEAP_MAX_NODES = 256
 def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: torch.Tensor, budget: int) -> DraftTree:
     """Build the tree of the ``budget`` most probable continuations for every request.
 
-    On any device but the CPU this is :func:`build_tree_batched`. On a CPU the heap takes small batches, where the cost
-    of launching tensor operations dominates. Both give the same tree, bit for bit.
+    On a CUDA device this is a Triton kernel within its limits (``kernels/dispatch.py``), elsewhere
+    :func:`build_tree_batched`. On a CPU the heap takes small batches, where the cost of launching tensor operations
+    dominates. All give the same tree, bit for bit.
 
     Args:
         log_probs: float32 ``[bs, depth, K]``, descending in K; index d holds the candidates of tree depth d + 1.
@@ -51,6 +53,11 @@ def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: to
     _check_inputs(log_probs, token_ids, root_tokens, budget)
     if log_probs.device.type == "cpu" and log_probs.shape[0] * budget <= _HEAP_MAX_NODES:
         return build_tree_reference(log_probs, token_ids, root_tokens, budget)
+    _, max_depth, top_k = log_probs.shape
+    if use_kernels(log_probs.device, budget + 1, max_depth=max_depth, top_k=top_k):
+        from sglang_ddtree.tree.kernels.build import build_tree_triton
+
+        return build_tree_triton(log_probs, token_ids, root_tokens, budget)
     return build_tree_batched(log_probs, token_ids, root_tokens, budget)
 
 

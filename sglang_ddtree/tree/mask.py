@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ddtree.tree.draft_tree import DraftTree
+from sglang_ddtree.tree.kernels.dispatch import use_kernels
 
 
 def positions(tree: DraftTree, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -37,8 +38,18 @@ def ancestor_mask(tree: DraftTree, max_depth: int | None = None) -> torch.Tensor
     Returns:
         bool ``[bs, Q, Q]``, ``[b, i, j]`` True where node i may attend to node j.
     """
+    limit = _depth_limit(tree, max_depth)
+    if use_kernels(tree.device, tree.width):
+        from sglang_ddtree.tree.kernels.mask import write_ancestor_mask
+
+        bs, width = tree.parents.shape
+        return write_ancestor_mask(tree, limit, torch.empty(bs, width, width, dtype=torch.bool, device=tree.device))
+    return ancestor_mask_torch(tree, limit)
+
+
+def ancestor_mask_torch(tree: DraftTree, limit: int) -> torch.Tensor:
+    """:func:`ancestor_mask` in torch operations, for trees no deeper than ``limit``."""
     bs, width = tree.parents.shape
-    limit = width - 1 if max_depth is None else min(max_depth, width - 1)
     # Lists of ancestors that double in length: those up to distance 2^k - 1 of a node, then the same ones of the
     # ancestor at distance 2^k. The root's parent is the root, and padding hangs on it.
     jump = tree.parents.clamp(min=0)
@@ -95,6 +106,10 @@ def full_mask(
 
     # Only the tree's columns depend on the tree: fill once, then write Q * Q elements per request.
     flat = out[:total].fill_(True)
+    if use_kernels(tree.device, width):
+        from sglang_ddtree.tree.kernels.mask import write_tree_columns
+
+        return write_tree_columns(tree, prefix_lens, _depth_limit(tree, max_depth), flat)
     first = width * (row_lens.cumsum(0) - row_lens) + row_lens - width
     node = torch.arange(width, device=row_lens.device)
     index = (first.unsqueeze(1) + row_lens.unsqueeze(1) * node).unsqueeze(2) + node
@@ -113,6 +128,10 @@ def unpack_full_mask(flat: torch.Tensor, prefix_lens: torch.Tensor, width: int) 
         raise ValueError(f"flat has {flat.numel()} elements, these prefixes need {sum(sizes)}")
     parts = flat[: sum(sizes)].to(torch.bool).split(sizes)
     return [part.view(width, -1) for part in parts]
+
+
+def _depth_limit(tree: DraftTree, max_depth: int | None) -> int:
+    return tree.width - 1 if max_depth is None else min(max_depth, tree.width - 1)
 
 
 def _check_prefix_lens(tree: DraftTree, prefix_lens: torch.Tensor) -> None:

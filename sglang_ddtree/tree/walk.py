@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ddtree.tree.draft_tree import DraftTree
+from sglang_ddtree.tree.kernels.dispatch import use_kernels
 
 
 class Walk(NamedTuple):
@@ -49,7 +50,16 @@ def walk_targets(tree: DraftTree, target_tokens: torch.Tensor, max_depth: int) -
         )
     if max_depth < 0:
         raise ValueError(f"max_depth must not be negative, got {max_depth}")
+    if use_kernels(tree.device, width):
+        from sglang_ddtree.tree.kernels.walk import walk_targets_triton
 
+        return Walk(*walk_targets_triton(tree, target_tokens, max_depth))
+    return walk_targets_torch(tree, target_tokens, max_depth)
+
+
+def walk_targets_torch(tree: DraftTree, target_tokens: torch.Tensor, max_depth: int) -> Walk:
+    """:func:`walk_targets` in torch operations; the arguments are not checked."""
+    bs, width = tree.tokens.shape
     # Siblings carry distinct tokens, so at most one child per node matches. Slot Q means "stopped" and leads to itself;
     # it also takes the writes of the nodes that do not match.
     parents = tree.parents.clamp(min=0)

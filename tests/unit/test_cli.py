@@ -1,15 +1,20 @@
 """The command line, without starting SGLang."""
 
 import argparse
+import importlib.metadata
 import json
+import shutil
+import socket
 import sys
 import types
 
 import pytest
+from stock_sglang import copy_tree
 
-from sglang_ddtree import __version__, cli, doctor
+from sglang_ddtree import __version__, cli, doctor, hook_probe
 from sglang_ddtree.doctor import Check
 from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.patching import tree
 
 
 @pytest.fixture
@@ -192,7 +197,7 @@ def test_doctor_needs_both_models(capsys):
 @pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
 def test_doctor_exit_code_and_json(monkeypatch, capsys, ok, code):
     checks = [Check("a", True, "fine"), Check("b", ok, "so so", "do this")]
-    monkeypatch.setattr(doctor, "all_checks", lambda model, drafter: checks)
+    monkeypatch.setattr(doctor, "all_checks", lambda *asked: checks)
     assert doctor.run_doctor(None, None, as_json=True) == code
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is ok
@@ -200,7 +205,7 @@ def test_doctor_exit_code_and_json(monkeypatch, capsys, ok, code):
 
 
 def test_doctor_keeps_stdout_clean(monkeypatch, capsys):
-    def checks(model, drafter):
+    def checks(*asked):
         print("noise from an import")
         yield Check("a", True, "fine")
 
@@ -250,3 +255,71 @@ def test_drafter_findings_become_checks(tmp_path):
     assert (
         not check.ok and check.detail.endswith("does not exist") and check.advice.startswith("give a model directory")
     )
+
+
+def test_the_port(free_port):
+    assert doctor.check_port(free_port).ok
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        check = doctor.check_port(free_port)
+    assert not check.ok and "--port" in check.advice
+    assert not doctor.check_port(70000).ok
+
+
+@pytest.fixture
+def free_port():
+    from sglang_ddtree.bench.server import free_port
+
+    return free_port()
+
+
+@pytest.mark.parametrize(
+    ("state", "ok", "detail"),
+    [
+        ({}, True, "none applied"),
+        ({"1": "applied"}, True, "0001-req-to-token-rows"),
+        ({"6": "partly"}, False, "half applied"),
+        ({"1": "edited"}, True, "srt/mem_cache/allocation_sizing.py"),
+    ],
+)
+def test_patches_in_the_report(monkeypatch, tmp_path, state, ok, detail):
+    package = copy_tree(tmp_path / "sglang")
+    monkeypatch.setattr(tree, "find_package", lambda root: package)
+    for number, what in state.items():
+        assert cli.main(["patch", "apply", number]) == 0
+        if what == "partly":
+            shutil.copy(package / tree.ORIGINALS / "srt/models/dflash.py", package / "srt/models/dflash.py")
+        if what == "edited":
+            (package / "srt/mem_cache/allocation_sizing.py").write_text("# mine\n")
+    check = doctor.check_patches()
+    assert check.ok == ok and detail in check.detail
+    assert check.advice or "edited" not in state.values()
+
+
+def test_missing_hooks_are_red(monkeypatch):
+    monkeypatch.setattr(hook_probe, "ask_scheduler", lambda: hook_probe.Answer(3, ["a.b", "c.d"], 0))
+    check = doctor.check_hooks()
+    assert not check.ok and "a.b, c.d" in check.detail and "SGLANG_PLUGINS" in check.advice
+    monkeypatch.setattr(hook_probe, "ask_scheduler", raising(DDTreeError("ended")))
+    assert not doctor.check_hooks().ok
+    monkeypatch.setattr(hook_probe, "ask_scheduler", lambda: hook_probe.Answer(3, [], 2))
+    assert doctor.check_hooks().ok and "2 made unneeded" in doctor.check_hooks().detail
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [("0.7.2", None), ("0.6.18", "is 0.6.18, and SGLang needs ==0.7.2"), (None, "is not installed")],
+)
+def test_flashinfers_version(monkeypatch, version, problem):
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    fake = types.ModuleType("flashinfer")
+    fake.BatchPrefillWithPagedKVCacheWrapper = object
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch", "flashinfer_python[cu13]==0.7.2"])
+    assert doctor.flashinfer_problem() == problem

@@ -15,7 +15,8 @@ from sglang_ddtree.errors import DDTreeError
 
 PACKAGE = Path(sglang_ddtree.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "compat.py")
-LISTED = {name.path.replace(":", ".") for name in CONTRACT}
+PATHS = {name.path.replace(":", ".") for name in CONTRACT}
+LISTED = PATHS | {f"{name.path.replace(':', '.')}.{word}" for name in CONTRACT for word in name.attributes.split()}
 DOTTED = re.compile(r"sglang(\.\w+)+")
 
 
@@ -24,15 +25,22 @@ def is_listed(dotted: str) -> bool:
 
 
 def sglang_names(source: Path) -> list[tuple[int, str]]:
-    """SGLang names that a file imports or names in a string (hook targets), with their lines."""
+    """SGLang names that a file imports, or names in a string (hook targets), with their lines; and the attributes that
+    it reads of what it imports."""
     found = []
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    imported = {}
+    nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sglang":
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "sglang"]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
             found.append((node.lineno, node.value))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            found.append((node.lineno, f"{imported[node.value.id]}.{node.attr}"))
     return found
 
 
@@ -44,8 +52,14 @@ def test_every_name_used_is_in_the_table(source):
 
 def test_the_scan_sees_imports_and_hook_targets(tmp_path):
     source = tmp_path / "source.py"
-    source.write_text("import sglang.srt.a\nfrom sglang.srt.b import c as d\nTARGET = 'sglang.srt.e.f'\nimport torch\n")
-    assert sorted(sglang_names(source)) == [(1, "sglang.srt.a"), (2, "sglang.srt.b.c"), (3, "sglang.srt.e.f")]
+    lines = ("import sglang.srt.a", "from sglang.srt.b import c as d", "TARGET = 'sglang.srt.e.f'", "d.g(torch.x)")
+    source.write_text("\n".join(lines))
+    assert sorted(sglang_names(source)) == [
+        (1, "sglang.srt.a"),
+        (2, "sglang.srt.b.c"),
+        (3, "sglang.srt.e.f"),
+        (4, "sglang.srt.b.c.g"),
+    ]
     assert not any(is_listed(name) for _, name in sglang_names(source))
 
 
@@ -62,7 +76,7 @@ def test_the_table_says_who_uses_a_name(name):
 
 
 def test_no_name_twice():
-    assert len(LISTED) == len(CONTRACT)
+    assert len(PATHS) == len(CONTRACT)
 
 
 # Problems

@@ -9,6 +9,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.speculative import dflash_info_v2
+from stock_sglang import modules
 
 from sglang_ddtree import hooks, worker
 from sglang_ddtree.config import DDTreeConfig
@@ -89,10 +90,16 @@ def test_a_row_holds_what_stock_dflash_reserves(publish, monkeypatch, block_size
 
 
 def test_without_the_hook_the_row_is_too_short(publish, monkeypatch):
-    """The reason for the hook; when this fails, SGLang has mended its rows and the hook can go."""
+    """The reason for the hook; when this fails, SGLang has mended its rows and the hook can go.
+
+    With the release's own function, since the installed SGLang may be patched.
+    """
     publish(DDTreeConfig(budget=64, block_size=8, top_k=8), 1)
     end, _ = reserved(monkeypatch, CONTEXT - 1, CONTEXT - 1, 1)
-    width = CONTEXT + allocation_sizing.get_req_to_token_extra_context_len()
+    stock, _ = modules("sglang.srt.mem_cache.allocation_sizing", "0001")
+    for name in ("get_spec", "get_schedule", "get_parallel", "max_speculative_num_draft_tokens"):
+        setattr(stock, name, getattr(allocation_sizing, name))
+    width = CONTEXT + stock.get_req_to_token_extra_context_len()
     assert end > width
     row = torch.zeros((2, width), dtype=torch.int32)
     slots = torch.arange(1, end - CONTEXT + 2)

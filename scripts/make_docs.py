@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Write the parts of docs/ that are made from code: docs/flags.md, and the tables of docs/architecture.md.
+
+tests/unit/test_docs.py fails when they are not current. --check writes nothing and says so too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sglang_ddtree import flags, hooks
+from sglang_ddtree.cli import build_parser
+from sglang_ddtree.patching import series
+
+ROOT = Path(__file__).parents[1]
+Rows = list[tuple[str, ...]]
+
+
+def table(head: tuple[str, ...], rows: Rows) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def flag_rows(of: tuple[flags.Flag, ...], join: str) -> Rows:
+    return [(f"`{flag.name}{join}{flag.value}`", flag.meaning, flag.default) for flag in of]
+
+
+def commands(parser: argparse.ArgumentParser, name: str = "sglang-ddtree") -> Rows:
+    """Every command with its arguments, one row for each."""
+    rows: Rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, sub in action.choices.items():
+                (text,) = (each.help or "" for each in action._choices_actions if each.dest == word)
+                rows.append((f"`{name} {word}`", "", text))
+                rows += commands(sub, f"{name} {word}")
+        elif not isinstance(action, argparse._HelpAction):
+            written = ", ".join(action.option_strings) or str(action.metavar)
+            value = (
+                "" if action.nargs == 0 or not action.option_strings else f" {action.metavar or action.dest.upper()}"
+            )
+            rows.append(("", f"`{written}{value}`", (action.help or "").replace("%(default)s", str(action.default))))
+    return rows
+
+
+def flags_page() -> str:
+    return f"""# Flags
+
+Made by `scripts/make_docs.py` from the code. How to choose values: [serving.md](serving.md). What is refused, and why:
+[README](../README.md#what-is-refused-and-why).
+
+## `sglang serve`
+
+{table(("flag", "meaning", "default"), flag_rows(flags.SERVE, " "))}
+
+## Environment variables
+
+{table(("variable", "meaning", "default"), flag_rows(flags.VARIABLES, "="))}
+
+## `sglang-ddtree`
+
+Exit code 0: done, or DDTREE would start. 1: `doctor` or `patch status` found something wrong. 2: bad input, told in
+one line.
+
+{table(("command", "argument", "meaning"), commands(build_parser()))}
+"""
+
+
+def hook_table() -> str:
+    groups = (("every process", hooks.COMMAND_LINE), ("DDTREE's workers", hooks.ENGINE), ("CPU platform", hooks.CPU))
+    rows: Rows = []
+    for where, group in groups:
+        for hook in group:
+            target = hook.target.removeprefix("sglang.").removeprefix("srt.")
+            rows.append((where, f"`{target}`", hook.kind, hook.reason, hook.patch[:4] or "no"))
+    return table(
+        ("registered in", "SGLang function", "kind", "why, and what happens without it", "away with patch"), rows
+    )
+
+
+def patch_table() -> str:
+    rows: Rows = [
+        (patch.name[:4], patch.subject, ", ".join(f"`{file.path}`" for file in patch.files)) for patch in series.load()
+    ]
+    return table(("patch", "subject", "files in `sglang/`"), rows)
+
+
+def with_tables(text: str) -> str:
+    """A page with the tables between its ``<!-- made: NAME -->`` and ``<!-- end -->`` lines renewed."""
+    makers = {"hooks": hook_table, "patches": patch_table}
+    return re.sub(
+        r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda found: found[1] + makers[found[2]]() + found[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def pages() -> dict[Path, str]:
+    """What the pages that are made from code should contain."""
+    wanted = {ROOT / "docs" / "flags.md": flags_page()}
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        if "<!-- made: " in text:
+            wanted[page] = with_tables(text)
+    return wanted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is not current")
+    options = parser.parse_args()
+    stale = [page for page, text in pages().items() if not page.exists() or page.read_text(encoding="utf-8") != text]
+    for page in stale:
+        print(f"{'not current' if options.check else 'written'}: {page.relative_to(ROOT)}")
+        if not options.check:
+            page.write_text(pages()[page], encoding="utf-8")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The target's greedy answers to some prompts, with the hidden states a drafter reads; through transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_ddtree.errors import DDTreeError
+
+
+@dataclass
+class Answer:
+    """``tokens`` [n] with the prompt first; ``states`` maps a target layer to its output [n, hidden]."""
+
+    tokens: torch.Tensor
+    prompt: int
+    states: dict[int, torch.Tensor]
+
+
+@dataclass
+class Heads:
+    """The target's embedding and LM head [vocab, hidden], in float32."""
+
+    embed: torch.Tensor
+    head: torch.Tensor
+
+
+def read_prompts(path: Path, limit: int = 20) -> list[str]:
+    """The first ``limit`` non-empty lines.
+
+    Raises:
+        DDTreeError: not readable, or no prompt in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DDTreeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
+    prompts = [line.strip() for line in lines if line.strip()][:limit]
+    if not prompts:
+        raise DDTreeError(f"{path} holds no prompt: write one a line, 8 to 20 of them.")
+    return prompts
+
+
+@torch.inference_mode()
+def answer(
+    target_dir: Path,
+    prompts: list[str],
+    layers: Collection[int],
+    *,
+    max_tokens: int,
+    max_length: int | None,
+    device: str,
+    dtype: torch.dtype,
+    progress: Callable[[str], None],
+) -> tuple[list[Answer], Heads]:
+    """Answers of at most ``max_tokens`` tokens; prompts are cut so that none exceeds ``max_length`` with its answer.
+
+    Raises:
+        DDTreeError: transformers cannot load the target.
+    """
+    tokenizer, model = _load(target_dir, device, dtype)
+    room = None if max_length is None else max_length - max_tokens
+    if room is not None and room < 8:
+        raise DDTreeError(f"the drafter's attention window leaves no room for {max_tokens} tokens: lower --max-tokens.")
+    encoded = [_encode(tokenizer, prompt)[:room] for prompt in prompts]
+    progress(f"{len(prompts)} prompts, {max_tokens} tokens each, on {device}")
+    width = max(map(len, encoded))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=device)
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=pad
+    )
+    ends = model.generation_config.eos_token_id
+    stops = set(ends if isinstance(ends, list) else [ends])
+    answers = []
+    for row, prompt in zip(out[:, width:].tolist(), encoded, strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
+        tokens = torch.tensor(prompt + row[:end], device=device)
+        if end < 2:
+            continue  # Nothing was drafted.
+        states = model(input_ids=tokens[None], output_hidden_states=True, use_cache=False).hidden_states
+        # hidden_states[0] is the embedding; a layer's output comes one later.
+        answers.append(Answer(tokens, len(prompt), {layer: states[layer + 1][0].clone() for layer in layers}))
+    if not answers:
+        raise DDTreeError("the target ends every answer at once: give other prompts.")
+    embed = model.get_input_embeddings().weight.detach().float()
+    head = model.get_output_embeddings().weight.detach()
+    return answers, Heads(embed, embed if head is model.get_input_embeddings().weight else head.float())
+
+
+def _load(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(target_dir))
+        model = AutoModelForCausalLM.from_pretrained(str(target_dir), dtype=dtype).to(device).eval()
+    except Exception as error:  # Dozens of types: unknown model types, missing files, no memory...
+        first = " ".join(str(error).split())[:300]
+        raise DDTreeError(f"transformers cannot load the target {target_dir}: {first}") from None
+    return tokenizer, model
+
+
+def _encode(tokenizer: Any, prompt: str) -> list[int]:
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return [int(token) for token in ids]
+    return [int(token) for token in tokenizer.encode(prompt)]

@@ -1,0 +1,97 @@
+"""The results of ``scripts/gpu_checks.py`` as JSON and as a page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from sglang_ddtree.bench import machine
+
+
+def facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures were taken on."""
+    found = machine.facts(torch.get_num_threads())
+    found["versions"]["triton"] = triton.__version__
+    if options.device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        found["gpu"] = gpu.name
+        found["gpu_memory_gb"] = round(gpu.total_memory / 1e9, 1)
+        found["compute_capability"] = f"{gpu.major}.{gpu.minor}"
+        found["cuda"] = torch.version.cuda
+    else:
+        found["gpu"] = "none"
+    return found
+
+
+def write(found: dict[str, Any], directory: Path, name: str | None) -> Path:
+    """Write both files; the path of the JSON."""
+    if name is None:
+        gpu = re.sub("[^a-z0-9]+", "-", found["machine"]["gpu"].lower()).strip("-")
+        name = f"gpu-{gpu}-{found['machine']['date'][:10]}"
+    path = directory / f"{name}.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
+    return path
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The page: the machine, one line per part, then the tables."""
+    here, parts = found["machine"], found["parts"]
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    title = f"GPU checks: {here['gpu']}" if here["gpu"] != "none" else "GPU checks, tried out on a CPU: no GPU result"
+    lines = [f"# {title}", "", f"`{found['command']}`, {here['date']}, commit {here['commit']}", ""]
+    if here["gpu"] != "none":
+        lines += [
+            f"{here['gpu']}, {here['gpu_memory_gb']} GB, compute capability {here['compute_capability']}, "
+            f"CUDA {here['cuda']}; {versions}.",
+            "",
+        ]
+    else:
+        lines += [f"{here['cpu']}; {versions}.", ""]
+    lines += ["| part | result | seconds | |", "|---|---|---|---|"]
+    lines += [f"| {name} | {part['status']} | {part['seconds']} | {_detail(part)} |" for name, part in parts.items()]
+    lines += _times(parts.get("timing", {}).get("rows", []))
+    lines += _served(parts.get("serve", {}).get("rows", []))
+    return "\n".join(lines) + "\n"
+
+
+def _detail(part: dict[str, Any]) -> str:
+    if "reason" in part:
+        return part["reason"].replace("|", "/")
+    if "trees" in part:
+        return f"{part['trees']} random trees of {part['sizes']} sizes, bit for bit"
+    if "replays" in part:
+        return f"{part['replays']} {'replays' if part['graphs'] else 'calls, no graphs'}, {part['sizes']} sizes"
+    return f"{len(part['rows'])} rows below"
+
+
+def _times(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "Median microseconds; *graph* is the replay of a CUDA graph that holds this call alone.", ""]
+    lines += ["| bs | budget | what | kernel | kernel, graph | torch | torch, graph |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        times = " | ".join(f"{row[key]:.0f}" for key in ("kernel_eager", "kernel_graph", "torch_eager", "torch_graph"))
+        lines.append(f"| {row['bs']} | {row['budget']} | {row['what']} | {times} |")
+    return lines
+
+
+def _served(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "*Gap*: plain decoding's best token over its second where the answers part, in log-probability.", ""]
+    lines += ["| setting | passed | identical | largest gap | acceptance |", "|---|---|---|---|---|"]
+    for row in rows:
+        gap = max((part["gap"] for part in row["differences"] if part["gap"] is not None), default=None)
+        lines.append(
+            f"| {row['setting']} | {'yes' if row['passed'] else 'no'} | {row['identical']} of {row['answers']} "
+            f"| {'-' if gap is None else f'{gap:.3f}'} | {row['acceptance'] or 0:.2f} |"
+        )
+    return lines

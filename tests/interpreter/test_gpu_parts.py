@@ -1,0 +1,69 @@
+"""The kernels through the functions that a server calls, and the kernel parts of ``scripts/gpu_checks.py``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sglang_ddtree.gpu import checks, replay
+from sglang_ddtree.gpu.cases import Size
+from sglang_ddtree.tree import bits, build, mask, walk
+from sglang_ddtree.tree.kernels import build as build_kernels
+from sglang_ddtree.tree.kernels import mask as mask_kernels
+from sglang_ddtree.tree.kernels import walk as walk_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dispatch answers as on a GPU; which kernels were launched."""
+    for module in (bits, build, mask, walk):
+        monkeypatch.setattr(module, "use_kernels", lambda *args, **limits: True)
+    launched: list[str] = []
+    for module, name in (
+        (build_kernels, "build_tree_triton"),
+        (mask_kernels, "ancestor_bits_triton"),
+        (mask_kernels, "write_ancestor_mask"),
+        (mask_kernels, "write_tree_columns"),
+        (walk_kernels, "walk_targets_triton"),
+    ):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, f=original, name=name, **kw: (launched.append(name), f(*args, **kw))[1]
+        )
+    return launched
+
+
+def test_the_public_functions_launch_the_kernels(on_a_gpu: list[str]):
+    replay.check_replays(Size(40, 16, 7, 8), CPU, 2)
+    assert set(on_a_gpu) == {
+        *("build_tree_triton", "ancestor_bits_triton", "write_ancestor_mask", "write_tree_columns"),
+        "walk_targets_triton",
+    }
+
+
+def test_a_sampled_walk_launches_the_kernel(on_a_gpu: list[str]):
+    log_probs = torch.tensor([[[-0.1, -0.5], [-0.2, -0.3]]])
+    tree = build.build_tree_reference(log_probs, torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([4]), 6)
+    probs = torch.zeros(1, 7, 10)
+    probs[0, :, 7] = 1.0
+    probs[0, 0] = torch.nn.functional.one_hot(torch.tensor(6), 10)
+    found = walk.walk_sampled(tree, probs, 2)
+    assert on_a_gpu == ["walk_targets_triton"]
+    path = found.accepted[0].tolist()
+    assert [int(tree.tokens[0, node]) for node in path] == [4, 6, 7] and found.bonus.tolist() == [7]
+
+
+def test_kernel_parts_of_the_script(tmp_path):
+    arguments = ["--device", "cpu", "--parts", "kernels", "timing", "--trees", "16", "--repeats", "1"]
+    arguments += ["--batch-sizes", "2", "--budgets", "8", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 0
+    parts = json.loads((tmp_path / "tried.json").read_text())["parts"]
+    assert parts["kernels"]["status"] == parts["timing"]["status"] == "passed"
+    assert parts["kernels"]["trees"] == 16 * 9
+    names = [row["what"] for row in parts["timing"]["rows"]]
+    assert names == ["build", "mask", "bit rows", "walk", "build + mask + walk"]
+    assert all(row["kernel_eager"] > 0 and row["torch_graph"] > 0 for row in parts["timing"]["rows"])

@@ -1,0 +1,152 @@
+"""``scripts/gpu_checks.py``, as far as it goes without a GPU. Its kernel parts run in ``tests/interpreter``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_ddtree.bench.lossless import Output
+from sglang_ddtree.gpu import checks, replay, report, serve
+from sglang_ddtree.gpu.cases import Size
+from sglang_ddtree.gpu.equality import Mismatch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_checks.py"
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--parts", "everything"], "invalid choice"),
+        (["--trees", "0"], "at least 1"),
+        (["--budgets", "257"], "between 1 and 256"),
+        (["--serve-budget", "0"], "between 1 and 256"),
+        (["--model", "/nowhere"], "--model /nowhere is no model directory"),
+        (["--drafter", "/nowhere"], "--drafter /nowhere is no drafter directory"),
+    ],
+)
+def test_bad_arguments(arguments, reason, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        checks.main(arguments)
+    assert stopped.value.code == 2 and reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_and_a_host_without_a_gpu(monkeypatch):
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "replay:" in done.stdout
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("gpu_checks.py: torch finds no CUDA device")
+
+
+def test_parts_that_run_on_a_cpu(tmp_path):
+    """One part passes, two are named as not run; the page does not pass for a GPU's."""
+    arguments = ["--device", "cpu", "--parts", "kernels", "replay", "timing", "--replays", "2"]
+    arguments += ["--batch-sizes", "1", "5", "--budgets", "8", "100", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 0
+    found = json.loads((tmp_path / "tried.json").read_text())
+    parts = found["parts"]
+    assert parts["replay"]["status"] == "passed" and parts["replay"]["replays"] == 16
+    for part in ("kernels", "timing"):
+        assert parts[part]["status"] == "not run" and "TRITON_INTERPRET" in parts[part]["reason"]
+    page = (tmp_path / "tried.md").read_text()
+    assert "no GPU result" in page and "| replay | passed |" in page
+
+
+def test_nothing_checked_is_no_success(tmp_path):
+    assert checks.main(["--device", "cpu", "--parts", "kernels", "--out", str(tmp_path)]) == 2
+
+
+def test_a_failing_part_fails_the_script_and_not_the_others(tmp_path, monkeypatch):
+    def wrong(options):
+        raise Mismatch("tokens differs in 1 places\nfirst at [0, 1]")
+
+    monkeypatch.setattr(checks, "check_kernels", wrong)
+    arguments = ["--device", "cpu", "--parts", "kernels", "replay", "--replays", "1", "--batch-sizes", "2"]
+    assert checks.main([*arguments, "--budgets", "8", "--out", str(tmp_path), "--name", "failing"]) == 1
+    parts = json.loads((tmp_path / "failing.json").read_text())["parts"]
+    assert parts["kernels"]["reason"] == "Mismatch: tokens differs in 1 places first at [0, 1]"
+    assert parts["replay"]["status"] == "passed"
+
+
+@pytest.mark.parametrize("name", ["tokens", "mask", "full mask", "bit rows", "accepted", "bonus"])
+def test_a_wrong_replay_is_found(monkeypatch, name):
+    right = replay.tree_step
+
+    def wrong(*args):
+        outputs = right(*args)
+        outputs[name] = outputs[name].clone()
+        flat = outputs[name].view(-1)
+        flat[3] = ~flat[3]
+        return outputs
+
+    monkeypatch.setattr(replay, "tree_step", wrong)
+    with pytest.raises(Mismatch, match=f"replay 1: {name} differs"):
+        replay.check_replays(Size(6, 12, 7, 8), CPU, 1)
+
+
+def answer(ids: list[int], gap: float = 1.0, steps: int = 2) -> serve.Answer:
+    return serve.Answer(Output(ids, {"type": "length"}, 0, steps), [gap] * len(ids))
+
+
+@pytest.mark.parametrize(
+    ("got", "allowed_gap", "passed"),
+    [
+        ([1, 2, 3, 4, 5, 6], 0.0, True),
+        ([1, 2, 9, 4, 5, 6], 0.0, False),
+        ([1, 2, 9, 4, 5, 6], 0.4, True),
+        ([1, 2, 9, 4, 5, 6], 0.2, False),
+        ([1, 2, 3, 4, 5], 9.0, False),
+        ([1, 2, 3, 4, 5, 6, 7], 9.0, False),
+    ],
+)
+def test_judging_served_answers(got, allowed_gap, passed):
+    verdict = serve.judge([answer([1, 2, 3, 4, 5, 6], gap=0.3)], [answer(got)], allowed_gap)
+    assert verdict["passed"] is passed and verdict["answers"] == 1
+    assert verdict["identical"] == int(got == [1, 2, 3, 4, 5, 6])
+
+
+def test_a_server_that_accepts_no_draft_fails():
+    same = [answer([1, 2, 3], steps=2)]
+    assert serve.judge(same, same, 0.0)["acceptance"] == 1.0
+    assert not serve.judge(same, same, 0.0)["passed"]
+    assert not serve.judge(same, [answer([1, 2, 3], steps=0)], 0.0)["passed"]
+
+
+def test_served_settings():
+    gpu = serve.settings("cuda")
+    assert {(setting.backend, setting.graphs) for setting in gpu} == {
+        (backend, graphs) for backend in ("triton", "flashinfer") for graphs in (False, True)
+    }
+    assert not any(setting.backend == "flashinfer" and setting.dtype == "float32" for setting in gpu)
+    eager = serve.Setting("bfloat16", "triton", False)
+    assert "--disable-cuda-graph" in serve.flags(eager, Path("m"), None, 8)
+    assert "DDTREE" not in serve.flags(eager, Path("m"), None, 8)
+    assert "DDTREE" in serve.flags(serve.Setting("bfloat16", "triton", True), Path("m"), Path("d"), 8)
+
+
+def test_the_page_of_a_gpu(tmp_path):
+    """Every table of the page, from made-up figures."""
+    machine = {"gpu": "Some GPU", "gpu_memory_gb": 24.0, "compute_capability": "8.6", "cuda": "13.0", "cpu": "a CPU"}
+    machine |= {"date": "2026-12-02 10:00 UTC", "commit": "abc", "versions": {"torch": "2"}}
+    times = {"kernel_eager": 20.0, "kernel_graph": 9.0, "torch_eager": 900.0, "torch_graph": 100.0}
+    served = {"setting": "s", "passed": True, "identical": 7, "answers": 8, "acceptance": 2.5}
+    found = {
+        "command": "c",
+        "machine": machine,
+        "parts": {
+            "timing": {"status": "passed", "seconds": 1, "rows": [{"bs": 1, "budget": 16, "what": "build", **times}]},
+            "serve": {"status": "passed", "seconds": 1, "rows": [{**served, "differences": [{"at": 3, "gap": 0.01}]}]},
+        },
+    }
+    path = report.write(found, tmp_path, None)
+    assert path.name == "gpu-some-gpu-2026-12-02.json" and json.loads(path.read_text()) == found
+    page = path.with_suffix(".md").read_text()
+    assert "| 1 | 16 | build | 20 | 9 | 900 | 100 |" in page
+    assert "| s | yes | 7 of 8 | 0.010 | 2.50 |" in page

@@ -1,0 +1,68 @@
+"""The kernels compile for GPUs that are not here. ``scripts/compile_kernels.py`` does every variant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ddtree.gpu.compilation import ARCHITECTURES, BUDGETS, Variant, compile_variant, variants
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_kernels.py"
+LARGEST = [variant for variant in variants((256,))]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("variant", LARGEST, ids=lambda variant: variant.name)
+def test_the_largest_variants_compile(variant: Variant):
+    for arch in ARCHITECTURES:
+        done = compile_variant(variant, arch)
+        assert done.cubin_bytes > 1000
+        assert 0 < done.registers < 255 and done.stack == 0, f"registers spill: {done}"
+
+
+def test_every_kernel_and_budget_is_listed():
+    every = list(variants())
+    assert {variant.name for variant in every} == {"build", "bit rows", "mask", "full mask", "walk"}
+    builds = {variant.constants["NODES"] for variant in every if variant.name == "build"}
+    assert builds == {32, 64, 128, 256} and max(BUDGETS) == 256
+
+
+def test_the_script_prints_its_table():
+    command = [sys.executable, str(SCRIPT), "--arch", "90", "--budgets", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (
+        sum(
+            line.startswith(("| build", "| walk", "| bit rows", "| mask", "| full"))
+            for line in done.stdout.splitlines()
+        )
+        == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "reason"),
+    [
+        (["--budgets", "300"], {}, "between 1 and 256"),
+        (["--arch", "ninety"], {}, "invalid int value"),
+        ([], {"TRITON_INTERPRET": "1"}, "compiles nothing"),
+    ],
+)
+def test_the_script_refuses(arguments, environment, reason, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and reason in done.stderr.splitlines()[-1]
+
+
+def test_the_script_fails_when_a_kernel_does():
+    command = [sys.executable, str(SCRIPT), "--arch", "3", "--budgets", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "failed" in done.stdout and "Traceback" not in done.stderr
