@@ -43,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `serve` is not parsed here: its flags are SGLang's.
     if args[:1] == ["serve"]:
         return serve(args[1:])
+    if args[:1] == ["bench"]:
+        from sglang_ddtree.bench.ab.cli import main as bench
+
+        return bench(args[1:])
     parser = argparse.ArgumentParser(prog="sglang-ddtree", description="DDTree speculative decoding for SGLang.")
     parser.add_argument("--version", action="version", version=f"sglang-ddtree {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
+    commands.add_parser("bench", add_help=False, help="compare decoding algorithms and servers (see bench --help)")
     doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
     doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
     doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")
