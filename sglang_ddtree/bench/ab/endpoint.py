@@ -1,4 +1,4 @@
-"""What a server tells about itself: settings, limits and counters. A server that tells nothing is driven all the same."""
+"""What a server tells about itself: settings, limits and counters. One that tells nothing is driven all the same."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang_ddtree.bench.server import Server, fetch
 
 #: Kept out of result files.
 _SECRET = ("api_key", "password", "secret", "watermark_key", "launch_command")
-#: Verify steps and accepted drafts in the metrics of SGLang and vLLM. SGLang counts the steps alone; its accepted drafts
-#: come with each request.
+#: Verify steps and accepted drafts in the metrics of SGLang and vLLM. SGLang counts the steps alone; its accepted
+#: drafts come with each request.
 _STEPS = ("sglang:spec_verify_calls_total", "vllm:spec_decode_num_drafts_total")
 _ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,7 @@ async def _measure(
         sent=round(sent - begin, 5),
         seconds=round(answer.seconds, 5),
         ttft=answer.first_token_seconds and round(answer.first_token_seconds, 5),
-        gaps=[round(b - a, 5) for a, b in zip(moments, moments[1:], strict=False)],
+        gaps=[round(b - a, 5) for a, b in itertools.pairwise(moments)],
         tokens=answer.tokens,
         token_ids=answer.token_ids,
         text=answer.text,

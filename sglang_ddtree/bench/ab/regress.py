@@ -65,9 +65,9 @@ def compare(old: Result, new: Result, tolerance: float) -> Comparison:
     if not common:
         raise ConfigError("the runs have no arm, load and prompt set in common")
     notes = [f"only in one of the runs: {' '.join(key)}" for key in {**before, **after} if key not in common]
-    if old.head["machine"].get("cpu") != new.head["machine"].get("cpu") or old.head["machine"].get(
-        "gpus"
-    ) != new.head["machine"].get("gpus"):
+    if old.head["machine"].get("cpu") != new.head["machine"].get("cpu") or old.head["machine"].get("gpus") != new.head[
+        "machine"
+    ].get("gpus"):
         notes.insert(0, "the runs are from different machines: speeds say nothing about the software")
     changes = [change for key in common for change in _changes(key, before[key], after[key], tolerance)]
     worse = [text for key in common for text in _failures(key, before[key], after[key])]
@@ -115,5 +115,3 @@ def render(found: Comparison) -> str:
     lines: list[tuple[str, ...]] = [("set load arm", "figure", "new/old (95%)", "verdict")]
     lines += [(" ".join(c.key), c.figure, str(c.ratio), c.verdict) for c in found.changes]
     return "\n".join([first, *found.worse, *found.notes, "", columns(lines)]) + "\n"
-
-

@@ -55,7 +55,9 @@ def grouped(result: Result) -> dict[Key, list[Cell]]:
         found[cell.set, cell.load, cell.arm].append(cell)
     sets, loads = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
     arms = list(result.arms)
-    return dict(sorted(found.items(), key=lambda it: (sets.index(it[0][0]), loads.index(it[0][1]), arms.index(it[0][2]))))
+    return dict(
+        sorted(found.items(), key=lambda it: (sets.index(it[0][0]), loads.index(it[0][1]), arms.index(it[0][2])))
+    )
 
 
 def rows(result: Result, refused: Mapping[str, str]) -> list[Row]:

@@ -61,6 +61,8 @@ def columns(lines: list[tuple[str, ...]]) -> str:
     """Text in columns; the first two are words, the others figures."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(text.ljust(width) if i < 2 else text.rjust(width) for i, (text, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            text.ljust(width) if i < 2 else text.rjust(width) for i, (text, width) in enumerate(zip(line, widths))
+        )
         for line in lines
     )
