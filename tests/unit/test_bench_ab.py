@@ -63,7 +63,7 @@ def test_an_honest_comparison(bench, capsys):
     assert 1.1 < float(row[-4]) < 1.45 and row[-5] == "16/16"
     assert float(row[-6]) == pytest.approx(23 / 11, abs=0.01)
     request = result.cells[1].requests[0]
-    assert len(request.gaps) == 11 and request.ttft == pytest.approx(0.015, abs=0.01)
+    assert len(request.gaps) == 11 and 0.015 <= request.ttft < 0.1
     assert request.accepted_histogram == [0, 11] and request.tokens == 24
     assert "hidden" not in (bench.path / "r.json").read_text()
 
@@ -73,7 +73,7 @@ def test_an_honest_comparison(bench, capsys):
 
 
 def test_wrong_answers_are_the_first_line(bench, capsys):
-    status, result = bench({"AR": Behaviour(), "DDTREE": tree(wrong=lambda prompt: prompt.endswith("3"))})
+    status, _ = bench({"AR": Behaviour(), "DDTREE": tree(wrong=lambda prompt: prompt.endswith("3"))})
     lines = capsys.readouterr().out.splitlines()
     assert status == 1
     assert lines[0].startswith(
