@@ -20,7 +20,7 @@ from typing import Any
 class Behaviour:
     """``seconds`` per step, ``per_step`` tokens in each; ``wrong`` and ``refuses`` say which prompts go wrong."""
 
-    seconds: float = 0.01
+    seconds: float = 0.006
     per_step: int = 1
     info: dict[str, Any] | None = field(default_factory=lambda: server_info())
     wrong: Any = lambda prompt: False

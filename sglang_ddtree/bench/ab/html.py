@@ -89,7 +89,7 @@ def _section(name: str, figures: list[Row], result: Result) -> str:
     accepted = {row.arm: row.acceptance for row in own if row.load == first and row.acceptance is not None}
     if accepted:
         charts.append((f"Tokens per verify step ({first})", svg.bars(accepted, arms)))
-    if histograms := _histograms([row for row in own if row.load == first and sum(row.histogram)], arms):
+    if histograms := _histograms([row for row in own if row.load == first and any(row.histogram)], arms):
         charts.append((f"Accepted drafts per verify step, share of steps ({first})", histograms))
     drawn = "".join(f"<div><h3>{escape(title)}</h3>{chart}</div>" for title, chart in charts)
     return f'<h2>{escape(name)}</h2><div class="charts">{drawn}</div>'

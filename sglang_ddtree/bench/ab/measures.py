@@ -59,7 +59,7 @@ def percentiles(seconds: Sequence[float]) -> Percentiles | None:
     """Of all requests, or gaps, pooled over the repeats; None without any."""
     if not seconds:
         return None
-    return Percentiles(*(float(x) * 1000 for x in np.percentile(np.asarray(seconds), PERCENTILES)))
+    return Percentiles(*(np.percentile(np.asarray(seconds), PERCENTILES) * 1000).tolist())
 
 
 def requests_of(cells: Iterable[Cell]) -> list[Request]:
@@ -71,10 +71,16 @@ def total_rate(cells: Sequence[Cell]) -> Spread:
     return spread([sum(request.tokens for request in cell.answered) / cell.seconds for cell in cells])
 
 
+def totals(requests: Iterable[Request], part: Part) -> tuple[float, float]:
+    """Sums of numerators and of denominators."""
+    parts = [part(request) for request in requests]
+    return sum(num for num, _ in parts), sum(den for _, den in parts)
+
+
 def per_repeat(cells: Sequence[Cell], part: Part) -> Spread | None:
     """A figure of each repeat's requests together; None where its denominator is 0."""
-    sums = [np.sum([part(request) for request in cell.answered], axis=0) for cell in cells if cell.answered]
-    found = [float(num / den) for num, den in sums if den]
+    sums = [totals(cell.answered, part) for cell in cells if cell.answered]
+    found = [num / den for num, den in sums if den]
     return spread(found) if found else None
 
 
@@ -90,9 +96,8 @@ def acceptance_length(cells: Sequence[Cell]) -> tuple[float | None, str]:
     """
     told = per_repeat(cells, acceptance)
     if told is not None:
-        requests = requests_of(cells)
-        num, den = np.sum([acceptance(request) for request in requests], axis=0)
-        return float(num / den), "requests"
+        num, den = totals(requests_of(cells), acceptance)
+        return num / den, "requests"
     steps = sum(cell.steps or 0 for cell in cells)
     if not steps:
         return None, ""
@@ -149,8 +154,8 @@ def ratio(ours: Sequence[Cell], theirs: Sequence[Cell], part: Part, *, paired: b
     draws = draws[np.isfinite(draws)]
     if not np.isfinite(value) or not len(draws):
         return None
-    low, high = np.quantile(draws, [(1 - COVERED) / 2, (1 + COVERED) / 2])
-    return Interval(value, float(low), float(high))
+    low, high = np.quantile(draws, [(1 - COVERED) / 2, (1 + COVERED) / 2]).tolist()
+    return Interval(value, low, high)
 
 
 def _answered_always(cells: Sequence[Cell]) -> set[str]:
