@@ -48,6 +48,7 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 async def _send(
     endpoint: Endpoint, prompts: Sequence[Prompt], load: Load, tokens: int, body: Mapping[str, Any], seed: int
 ) -> tuple[list[Request], float]:
+    asyncio.get_running_loop().set_exception_handler(_but_for_the_end)
     async with connect(endpoint.url) as client:
         begin = time.perf_counter()
 
@@ -70,6 +71,12 @@ async def _send(
 
             found = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
         return list(found), time.perf_counter() - begin
+
+
+def _but_for_the_end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A signal ends the program out of whatever task runs just then, which is no fault of that task."""
+    if not isinstance(context.get("exception"), SystemExit):
+        loop.default_exception_handler(context)
 
 
 async def _measure(

@@ -59,7 +59,7 @@ def percentiles(seconds: Sequence[float]) -> Percentiles | None:
     """Of all requests, or gaps, pooled over the repeats; None without any."""
     if not seconds:
         return None
-    return Percentiles(*(np.percentile(np.asarray(seconds), PERCENTILES) * 1000).tolist())
+    return Percentiles(*(1000 * np.asarray(np.percentile(seconds, PERCENTILES))).tolist())
 
 
 def requests_of(cells: Iterable[Cell]) -> list[Request]:
@@ -154,7 +154,7 @@ def ratio(ours: Sequence[Cell], theirs: Sequence[Cell], part: Part, *, paired: b
     draws = draws[np.isfinite(draws)]
     if not np.isfinite(value) or not len(draws):
         return None
-    low, high = np.quantile(draws, [(1 - COVERED) / 2, (1 + COVERED) / 2]).tolist()
+    low, high = (float(np.quantile(draws, end)) for end in ((1 - COVERED) / 2, (1 + COVERED) / 2))
     return Interval(value, low, high)
 
 
