@@ -103,7 +103,7 @@ def test_a_signal_leaves_the_finished_part_and_no_server(tmp_path, fake_sglang, 
         _, err = started.communicate(timeout=60)
     finally:
         started.kill()
-    assert started.returncode == 128 + number and "Traceback" not in err
+    assert started.returncode == 128 + number and "Traceback" not in err, err
     pids = [int(pid) for pid in Path(fake_sglang["PIDS"]).read_text().split()]
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
     result = store.read(out)

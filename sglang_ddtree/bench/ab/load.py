@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
@@ -17,6 +18,8 @@ from sglang_ddtree.bench.ab.endpoint import Endpoint
 from sglang_ddtree.bench.ab.store import Request
 from sglang_ddtree.bench.client import ask_streaming, connect
 from sglang_ddtree.bench.prompts import Prompt
+
+Found = TypeVar("Found")
 
 
 def send(
@@ -33,7 +36,45 @@ def send(
     Returns:
         the requests in the order of the prompts, and the seconds from the first sending to the last answer's end.
     """
-    return asyncio.run(_send(endpoint, prompts, load, tokens, body, seed))
+    return run_interruptible(_send(endpoint, prompts, load, tokens, body, seed))
+
+
+def run_interruptible(work: Coroutine[Any, Any, Found]) -> Found:
+    """``asyncio.run``, but a signal's handler runs once the loop has ended.
+
+    Inside, a handler that raises would do so in whatever task runs just then, and libraries wrap or log what they meet.
+    """
+    caught: list[int] = []
+
+    async def guarded() -> Found | None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            caught.append(number)
+            task.cancel()
+
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        own = {number: handler for number, handler in handlers.items() if callable(handler)}
+        for number in own:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+            return None
+        finally:
+            for number, handler in own.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    done = asyncio.run(guarded())
+    if caught:
+        signal.raise_signal(caught[0])
+    if done is None:
+        raise asyncio.CancelledError
+    return done
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
@@ -48,7 +89,6 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 async def _send(
     endpoint: Endpoint, prompts: Sequence[Prompt], load: Load, tokens: int, body: Mapping[str, Any], seed: int
 ) -> tuple[list[Request], float]:
-    asyncio.get_running_loop().set_exception_handler(_but_for_the_end)
     async with connect(endpoint.url) as client:
         begin = time.perf_counter()
 
@@ -71,12 +111,6 @@ async def _send(
 
             found = await asyncio.gather(*(in_turn(prompt) for prompt in prompts))
         return list(found), time.perf_counter() - begin
-
-
-def _but_for_the_end(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A signal ends the program out of whatever task runs just then, which is no fault of that task."""
-    if not isinstance(context.get("exception"), SystemExit):
-        loop.default_exception_handler(context)
 
 
 async def _measure(
