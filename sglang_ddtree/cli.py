@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_ddtree.drafter.cli import main as drafter_main
 
         return drafter_main(args[1:])
+    if args[:1] == ["bench"]:
+        from sglang_ddtree.bench.ab.cli import main as bench
+
+        return bench(args[1:])
     parser = build_parser()
     options = parser.parse_args(args)
     if options.command == "patch":
@@ -68,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", add_help=False, help="start an SGLang server (see serve --help)")
     commands.add_parser("drafter", add_help=False, help="inspect, prepare, check, verify or push a DFlash drafter")
+    commands.add_parser("bench", add_help=False, help="compare decoding algorithms and servers (see bench --help)")
     doctor = commands.add_parser("doctor", help="say whether DDTREE would start here, and if not, what to do")
     doctor.add_argument("--model", metavar="DIR", help="target model (directory or hub id)")
     doctor.add_argument("--drafter", metavar="DIR", help="DFlash drafter (directory or hub id)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Answer:
         first_token_seconds: from sending to the first streamed token; None when not streamed.
         decode_span: end of the prefill and end of the answer on the server's clock; None when streamed, or when the
             server runs without ``--enable-metrics``.
+        tokens: how many tokens the answer has; the server's count where it does not send the ids.
+        accepted_histogram: entry k counts the verify steps that accepted k drafts; empty where not told.
     """
 
     text: str
@@ -40,6 +42,8 @@ class Answer:
     seconds: float
     first_token_seconds: float | None = None
     decode_span: tuple[float, float] | None = None
+    tokens: int = 0
+    accepted_histogram: tuple[int, ...] = ()
 
     @property
     def acceptance_length(self) -> float | None:
@@ -72,37 +76,62 @@ async def ask(client: AsyncOpenAI, messages: Messages, max_tokens: int) -> Answe
 
 
 async def ask_streaming(
-    client: AsyncOpenAI, messages: Messages, max_tokens: int, on_text: Callable[[str], None] = lambda piece: None
+    client: AsyncOpenAI,
+    messages: Messages,
+    max_tokens: int,
+    on_text: Callable[[str], None] = lambda piece: None,
+    *,
+    model: str = "default",
+    body: Mapping[str, Any] | None = None,
+    sglang: bool = True,
 ) -> Answer:
-    """One greedy chat completion; ``on_text`` gets each piece as it arrives."""
+    """One chat completion; ``on_text`` gets each piece as it arrives.
+
+    Args:
+        model: the name that the server expects; SGLang takes any.
+        body: fields of the request that add to, or replace, the greedy default.
+        sglang: ask for SGLang's extension fields; without them there are no token ids and no verify steps.
+
+    Raises:
+        ValueError: the server ended the stream without an answer, or without what was asked of it.
+        openai.OpenAIError: it refused, or could not be reached.
+    """
+    request = _request(messages, max_tokens, model=model, sglang=sglang, **(body or {}))
     begin = time.perf_counter()
     pieces: list[str] = []
-    finish_reason, first, extended = "", None, None
-    async for chunk in await client.chat.completions.create(stream=True, **_request(messages, max_tokens)):
+    finish_reason, first, extended, counted = "", None, None, 0
+    usage = {"include_usage": True}
+    async for chunk in await client.chat.completions.create(stream=True, stream_options=usage, **request):
         if getattr(chunk, "sglext", None):
             extended = chunk
+        if chunk.usage is not None:
+            counted = chunk.usage.completion_tokens
         for choice in chunk.choices:
             finish_reason = choice.finish_reason or finish_reason
-            if piece := choice.delta.content:
+            # A model's thinking is text of the answer as well; servers with a reasoning parser send it apart.
+            if piece := choice.delta.content or getattr(choice.delta, "reasoning_content", None):
                 first = first or time.perf_counter() - begin
                 pieces.append(piece)
                 on_text(piece)
+    seconds = time.perf_counter() - begin
+    if not finish_reason:
+        raise ValueError("the stream ended without a finish reason: the server aborted the request")
+    details = _extensions(extended) if sglang else {"token_ids": [], "verify_steps": 0, "accepted_drafts": 0}
+    details["tokens"] = details.get("tokens") or counted
     return Answer(
-        text="".join(pieces),
-        finish_reason=finish_reason,
-        seconds=time.perf_counter() - begin,
-        first_token_seconds=first,
-        **_extensions(extended),
+        text="".join(pieces), finish_reason=finish_reason, seconds=seconds, first_token_seconds=first, **details
     )
 
 
-def _request(messages: Messages, max_tokens: int, **extra: bool) -> dict[str, Any]:
+def _request(
+    messages: Messages, max_tokens: int, *, model: str = "default", sglang: bool = True, **extra: Any
+) -> dict[str, Any]:
     return {
-        "model": "default",  # SGLang serves one model, whatever the name
+        "model": model,  # SGLang serves one model, whatever the name
         "messages": list(messages),
         "max_tokens": max_tokens,
         "temperature": 0,
-        "extra_body": {**_EXTENSIONS, **extra},
+        "extra_body": {**(_EXTENSIONS if sglang else {}), **extra},
     }
 
 
@@ -112,10 +141,13 @@ def _extensions(extended: Any) -> dict[str, Any]:
     if not fields or not fields.get("output_ids"):
         raise ValueError("the answer carries no token ids: the request was aborted, or the server is not SGLang 0.5.23")
     spec = fields.get("spec_tokens_details") or {}
+    ids = list(fields["output_ids"][0])
     return {
-        "token_ids": list(fields["output_ids"][0]),
+        "token_ids": ids,
+        "tokens": len(ids),
         "verify_steps": int(spec.get("spec_verify_ct", 0)),
         "accepted_drafts": int(spec.get("spec_num_correct_drafts", 0)),
+        "accepted_histogram": tuple(spec.get("spec_correct_drafts_histogram") or ()),
     }
 
 

@@ -15,21 +15,39 @@ SERVER_BYTES = 4.5e9
 
 
 def facts(threads: int) -> dict[str, Any]:
-    """CPU, cores, memory, versions, commit and date, for the head of a result."""
+    """:func:`host`, and what torch finds on it, for the head of a CPU result."""
     import torch
 
+    return {
+        **host(),
+        "torch_threads": threads,
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def host() -> dict[str, Any]:
+    """CPU, cores, memory, GPUs, versions, commit and date; torch is not imported."""
     versions = {name: _version(name) for name in ("sglang-ddtree", "sglang", "torch", "transformers", "openai")}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
+        "gpus": gpu_names(),
         "usable_cores": len(os.sched_getaffinity(0)),
-        "torch_threads": threads,
-        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "memory_gb": round(_meminfo("MemTotal") / 1e9, 1),
         "python": platform.python_version(),
         "versions": versions,
         "commit": commit(),
     }
+
+
+def gpu_names() -> list[str]:
+    """Name and memory of each NVIDIA GPU, as nvidia-smi prints them; empty where it is not there."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
 
 
 def cpu_name() -> str:

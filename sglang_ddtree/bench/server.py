@@ -53,15 +53,10 @@ class Server:
     start_seconds: float
 
     def get(self, path: str, timeout: float = 30) -> Any:
-        with _open(self.url + path, timeout=timeout) as response:
-            return _body(response.read().decode())
+        return fetch(self.url + path, timeout=timeout)
 
     def post(self, path: str, body: Mapping[str, Any], timeout: float = 600) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with _open(request, timeout=timeout) as response:
-            return _body(response.read().decode())
+        return fetch(self.url + path, body, timeout)
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -165,6 +160,18 @@ def running(arguments: Sequence[str], **options: Any) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def fetch(url: str, body: Mapping[str, Any] | None = None, timeout: float = 30) -> Any:
+    """GET ``url``, or POST ``body`` as JSON to it; the answer as JSON where it is that, else as text.
+
+    Raises:
+        OSError: no connection, no answer in time, or (``urllib.error.HTTPError``) a status of 400 or more.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {} if data is None else {"Content-Type": "application/json"})
+    with _open(request, timeout=timeout) as response:
+        return _body(response.read().decode())
 
 
 def free_port() -> int:

@@ -1,0 +1,128 @@
+"""The result file: everything measured, written after every cell; docs/benchmark.md describes its schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_ddtree.bench.ab.config import ConfigError
+
+#: Raised by one whenever a reader of the old form would misread the new one.
+SCHEMA = "sglang-ddtree-bench/1"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        prompt: id of the prompt.
+        sent: seconds from the begin of the cell.
+        seconds: from sending to the end of the answer.
+        ttft: seconds to the first text; None when there was none.
+        gaps: seconds between successive pieces of text. With drafts a piece holds several tokens.
+        tokens: of the answer.
+        token_ids: of the answer; empty where the server does not send them.
+        text: the answer.
+        verify_steps, accepted_drafts, accepted_histogram: as the server counts them; 0 and empty without drafts.
+        finish: "stop" or "length".
+        error: why there is no answer; empty when there is one.
+    """
+
+    prompt: str
+    sent: float
+    seconds: float
+    ttft: float | None = None
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    verify_steps: int = 0
+    accepted_drafts: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)
+    finish: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm under one load on one prompt set, once.
+
+    Attributes:
+        load: ``cN`` (N requests at a time) or ``rX`` (X requests a second).
+        repeat: number of the repeat, from 0.
+        seconds: from the first sending to the end of the last answer.
+        flushed: the prefix cache was emptied before.
+        steps, drafted: verify steps, and accepted drafts, by the server's counters over the cell; None without.
+    """
+
+    arm: str
+    set: str
+    load: str
+    repeat: int
+    seconds: float
+    flushed: bool
+    requests: list[Request]
+    steps: float | None = None
+    drafted: float | None = None
+
+    @property
+    def answered(self) -> list[Request]:
+        return [request for request in self.requests if not request.error]
+
+
+@dataclass
+class Result:
+    """A whole run, finished or not.
+
+    Attributes:
+        head: command, machine, settings, reference arm and the like.
+        arms: by name: flags, url, and what the server says of itself (``info``; None when it says nothing).
+        notes: what was left out, and why.
+        cells: in the order in which they were measured.
+        complete: every planned cell is there.
+    """
+
+    head: dict[str, Any]
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def reference(self) -> str:
+        return str(self.head["reference"])
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def write(path: Path, result: Result) -> None:
+    """Replace the file at once: whoever reads it, or kills this program, never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"schema": SCHEMA, **asdict(result)}) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read(path: Path) -> Result:
+    """The result in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is of another schema.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        schema = data.pop("schema") if isinstance(data, dict) else None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is not a result of this benchmark: {error}") from error
+    if schema != SCHEMA:
+        raise ConfigError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}")
+    try:
+        cells = [Cell(**{**cell, "requests": [Request(**one) for one in cell["requests"]]}) for cell in data["cells"]]
+        return Result(**{**data, "cells": cells})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: does not follow {SCHEMA}: {error}") from error
