@@ -270,7 +270,9 @@ CONTRACT: tuple[Name, ...] = (
         signature="logits sampling_batch_info num_tokens_in_batch",
     ),
     Name("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "sampling.py", passes="next_token_logits"),
-    Name("sglang.srt.runtime_context:get_parallel", "sampling.py", signature=""),
+    Name("sglang.srt.runtime_context:get_parallel", "metrics.py sampling.py", signature=""),
+    Name("sglang.srt.runtime_context:get_observability", "metrics.py", signature=""),
+    Name("sglang.srt.runtime_context:get_serving", "metrics.py", signature=""),
     Name("sglang.srt.sampling.custom_logit_processor:DisallowedTokensLogitsProcessor", "sampling.py"),
     Name(
         "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo",

@@ -32,6 +32,7 @@ from sglang_ddtree import compat, hooks
 from sglang_ddtree.config import MAX_TOP_K, DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.grammar import keep_allowed, root_bitmask
+from sglang_ddtree.metrics import make_metrics
 from sglang_ddtree.penalties import PenaltyTable, has_penalties
 from sglang_ddtree.plugin import hook_groups
 from sglang_ddtree.tree.build import build_tree
@@ -63,6 +64,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self.speculative_num_draft_tokens = self.tree_config.verify_width
         self._block_ids_buf: torch.Tensor | None = None
         self._penalties: PenaltyTable | None = None
+        self._metrics = make_metrics(self.tree_config, self.device)
 
     def _draft_scope(self) -> contextlib.AbstractContextManager[Any]:
         """The draft side is a chain of ``B`` tokens; SGLang's backends read their shape here when they are built."""
@@ -124,6 +126,7 @@ class DDTreeWorker(DFlashWorkerV2):
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
         bs = len(batch.seq_lens)
         prefix_lens = batch.seq_lens
+        self._metrics.begin()
 
         window, positions, block_ids = self._open_window(batch, draft_input)
         host_lens = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
@@ -149,6 +152,7 @@ class DDTreeWorker(DFlashWorkerV2):
             log_probs, token_ids = draft_candidates(hidden, lm_head, config.depth, candidates)
         if bitmask is not None:
             log_probs, token_ids = keep_allowed(log_probs, token_ids, bitmask, config.top_k)
+        self._metrics.mark("draft")
         tree = build_tree(log_probs, token_ids, block_ids[:, 0], config.budget)
 
         # 3. Verify. The tree takes the first Q slots of the window.
@@ -165,6 +169,7 @@ class DDTreeWorker(DFlashWorkerV2):
             sampler=self.target_worker.model_runner.sampler,
             penalties=self._penalty_table() if has_penalties(batch.sampling_info) else None,
         )
+        self._metrics.mark("build")
         result = run_eagle_verify(
             batch,
             target_worker=self.target_worker,
@@ -180,6 +185,7 @@ class DDTreeWorker(DFlashWorkerV2):
             pp_proxy_tensors=pp_proxy_tensors,
             grammar_barrier=grammar_barrier,
         )
+        self._metrics.mark("verify")
         if on_publish is not None:
             on_publish(result.new_seq_lens)
 
@@ -194,6 +200,8 @@ class DDTreeWorker(DFlashWorkerV2):
             positions=positions[:, :committed].reshape(-1),
             commit_lens=result.accept_lens,
         )
+        self._metrics.mark("commit")
+        self._metrics.end(tree, result.accept_lens)
         # Large, and overlap scheduling would copy it to the host.
         result.logits_output.hidden_states = None
         result.next_draft_input = self._make_next_draft_input_decode(

