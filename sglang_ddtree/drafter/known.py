@@ -80,6 +80,6 @@ KNOWN = (
 def candidate(sizes: Sizes, taps: int, target_layers: int, target_vocab: int | None) -> KnownDrafter | None:
     """The known drafter of these sizes. Its ``sha256``, where given, is still to be compared."""
     s = sizes
-    key = (s.hidden_size, s.intermediate_size, s.num_hidden_layers, s.num_attention_heads, s.num_key_value_heads)
-    key += (s.head_dim, taps, target_layers, target_vocab or 0)
+    layers = (s.hidden_size, s.intermediate_size, s.num_hidden_layers, s.num_attention_heads, s.num_key_value_heads)
+    key = (*layers, s.head_dim, taps, target_layers, target_vocab or 0)
     return next((known for known in KNOWN if known.key == key), None)

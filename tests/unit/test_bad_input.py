@@ -155,7 +155,7 @@ def test_good_input(results):
         "device": "cpu",
         "attention_backend": "torch_native",
         "speculative_draft_attention_backend": "torch_native",
-        "speculative_num_draft_tokens": 9,
+        "speculative_num_draft_tokens": 5,
         "speculative_dflash_block_size": 8,
         "speculative_eagle_topk": 8,
         "speculative_num_steps": 7,
@@ -176,7 +176,7 @@ def test_doctor_on_a_good_pair(outcome):
     checks = {check["name"]: check for check in outcome["doctor"][0]}
     assert [check for check in checks.values() if not check["ok"]] == []
     assert {"sglang", "contract", "plugin", "device", "threads", "drafter", "arguments"} <= set(checks)
-    assert "budget 8, block size 8" in checks["arguments"]["detail"]
+    assert "budget 4, block size 8" in checks["arguments"]["detail"]
 
 
 def test_doctor_on_a_foreign_drafter(outcome):

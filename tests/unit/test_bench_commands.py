@@ -65,8 +65,8 @@ def test_bench_writes_page_and_json(fleet, tmp_path, capsys):
 def test_demo_with_three_servers_at_once(fleet, monkeypatch, capsys):
     monkeypatch.setattr(machine, "servers_that_fit", lambda: 3)
     assert demo.main(["--prompts", "3", "--tokens", "8"]) == 0
-    starts = ["start DDTREE-8", "start AR", "start DFLASH"]
-    assert fleet.events == [*starts, "stop DFLASH", "stop AR", "stop DDTREE-8"]
+    starts = ["start DDTREE-4", "start AR", "start DFLASH"]
+    assert fleet.events == [*starts, "stop DFLASH", "stop AR", "stop DDTREE-4"]
     out = capsys.readouterr().out
     assert "DDTREE: Hello" in out and "yes (3/3)" in out and "Stop it with" not in out
 
@@ -74,7 +74,7 @@ def test_demo_with_three_servers_at_once(fleet, monkeypatch, capsys):
 def test_demo_one_at_a_time_keeps_the_tree_server(fleet, capsys, monkeypatch):
     monkeypatch.setattr(os, "getpgid", lambda pid: 4711)
     assert demo.main(["--one-at-a-time", "--keep", "--prompts", "2", "--tokens", "8"]) == 0
-    assert fleet.events == ["start AR", "stop AR", "start DFLASH", "stop DFLASH", "start DDTREE-8"]
+    assert fleet.events == ["start AR", "stop AR", "start DFLASH", "stop DFLASH", "start DDTREE-4"]
     out = capsys.readouterr().out
     assert "curl -s http://127.0.0.1:" in out and "kill -TERM -- -4711" in out and "minutes apart" in out
 
@@ -92,7 +92,7 @@ def test_demo_fails_on_a_difference_in_float32_only(fleet, monkeypatch, capsys, 
     monkeypatch.setattr(fleet.handler, "send", send)
     assert demo.main(["--prompts", "1", "--tokens", "8", "--dtype", dtype]) == status
     captured = capsys.readouterr()
-    assert "DDTREE 8 differs from AR on humaneval/0 at token 0" in captured.err and "NO (0/1)" in captured.out
+    assert "DDTREE 4 differs from AR on humaneval/0 at token 0" in captured.err and "NO (0/1)" in captured.out
 
 
 def test_demo_stops_what_runs_when_a_server_does_not_start(fleet, monkeypatch, capsys):
@@ -106,5 +106,5 @@ def test_demo_stops_what_runs_when_a_server_does_not_start(fleet, monkeypatch, c
 
     monkeypatch.setattr(server, "start", start)
     assert demo.main(["--prompts", "1"]) == 1
-    assert fleet.events == ["start DDTREE-8", "stop DDTREE-8"]
+    assert fleet.events == ["start DDTREE-4", "stop DDTREE-4"]
     assert "status 1" in capsys.readouterr().err
