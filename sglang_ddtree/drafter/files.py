@@ -118,7 +118,7 @@ def _shards(model_dir: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DDTreeError(f"{index} is not a safetensors index (a JSON object with a weight_map).") from None
     # The index is text from a stranger: it may name files of this directory only.
-    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    outside = [name for name in names if not isinstance(name, str) or name == ".." or Path(name).name != name]
     if outside:
         raise DDTreeError(f"{index} names {outside[0]!r}, which is not a file of its own directory: do not use it.")
     missing = [name for name in names if not (model_dir / name).is_file()]

@@ -76,9 +76,9 @@ def parse_destination(text: str, name: str) -> Destination:
     host, colon, path = text[1:].partition("]:") if bracket else text.partition(":")
     if not colon or not host or not path or host.startswith("-") or any(c in text for c in "\n\r\0"):
         raise DDTreeError(f"the destination must be HOST:PATH, got {text!r}.")
+    path = path + name if path.endswith("/") else path
     # A quoted ~ is not expanded; the home directory is where relative paths begin anyway.
     path = path.removeprefix("~/")
-    path = path + name if path.endswith("/") else path
     if path in ("", "~", ".", "..") or path.endswith("/.."):
         raise DDTreeError(f"the destination must name the directory or file to make, got {text!r}.")
     # A leading - would be read as an option by the tools there.
