@@ -12,16 +12,13 @@ use_env
 cd "$here"
 say() { printf '[test] %s\n' "$*" >&2; }
 
-# The tests of `drafter push` copy through a real sshd and rsync.
-if ! command -v rsync >/dev/null || ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null; then
-  if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-    say "installing rsync and openssh-server"
-    { apt-get update && apt-get install -y --no-install-recommends rsync openssh-server; } >/dev/null 2>&1 ||
-      { echo "test.sh: apt-get could not install rsync and openssh-server" >&2; exit 1; }
-  else
-    echo "test.sh: the tests need rsync and sshd: install rsync and openssh-server" >&2; exit 1
-  fi
+# The tests of `drafter push` copy through a real sshd and rsync; without them they are skipped, and say so.
+missing() { ! command -v rsync || ! PATH=$PATH:/usr/sbin command -v sshd; } >/dev/null
+if missing && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+  say "installing rsync and openssh-server"
+  { apt-get update && apt-get install -y --no-install-recommends rsync openssh-server; } >/dev/null 2>&1 || true
 fi
+if missing; then say "no rsync or no sshd: the tests of 'drafter push' will be skipped"; fi
 
 if [ $# -eq 0 ]; then
   say "ruff"
@@ -29,6 +26,11 @@ if [ $# -eq 0 ]; then
   "$ENV/bin/python" -m ruff format --check .
   say "mypy"
   "$ENV/bin/python" -m mypy
+  # Two files at a time, each on one thread; each has two servers, which take 6 GB together.
+  if [ "$(nproc)" -ge 2 ] && [ "$(awk '/MemAvailable/ {print $2}' /proc/meminfo)" -ge 16000000 ]; then
+    export OMP_NUM_THREADS=1 SGLANG_DDTREE_CPU_THREADS=1
+    set -- -n 2 --dist loadfile
+  fi
 fi
-say "pytest"
+say "pytest $*"
 exec "$ENV/bin/python" -m pytest "$@"
