@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from sglang_ddtree.bench.ab import measures, svg
+from sglang_ddtree.bench.ab import grading, measures, svg
 from sglang_ddtree.bench.ab.config import Arm, ConfigError, Settings, parse_arm
 from sglang_ddtree.bench.ab.endpoint import running_limit
 from sglang_ddtree.bench.ab.fairness import differences
 from sglang_ddtree.bench.ab.files import read_prompts
 from sglang_ddtree.bench.ab.load import arrivals
 from sglang_ddtree.bench.ab.run import schedule
-from sglang_ddtree.bench.ab.store import Cell, Request
+from sglang_ddtree.bench.ab.store import Cell, Request, Result
 
 
 def cell(repeat: int, seconds: list[float], **changes) -> Cell:
@@ -122,3 +122,51 @@ def test_prompt_files(tmp_path):
 def test_axis_ends_on_a_round_number(top, last):
     marks = svg.ticks(top)
     assert marks[0] == 0 and marks[-1] == pytest.approx(last) and len(marks) <= 7
+
+
+def answered(name: str, prompt: str, text: str) -> Cell:
+    return Cell("A", name, "c1", 0, 1.0, True, [Request(prompt, 0.0, 1.0, tokens=1, text=text)])
+
+
+def test_grading_marks_answers_once_and_runs_code_only_when_allowed(monkeypatch):
+    ran: list[str] = []
+
+    def known(name):
+        def grader(text: str) -> bool:
+            ran.append(text)
+            return text == "right"
+
+        return {} if name == "mtbench" else {"p": grader}
+
+    monkeypatch.setattr(grading, "graders", known)
+    cells = [answered("gsm8k", "p", text) for text in ("right", "wrong", "right")]
+    cells += [answered("humaneval", "p", "right"), answered("mtbench", "p", "right"), answered("gsm8k", "q", "?")]
+    cells.append(Cell("A", "gsm8k", "c1", 0, 1.0, True, [Request("p", 0.0, 1.0, error="no")]))
+    result = Result({}, cells=list(cells))
+    grading.grade(result, run_code=False)
+    assert [cell.requests[0].correct for cell in result.cells] == [True, False, True, None, None, None, None]
+    assert ran == ["right", "wrong"] and result.notes == [
+        "humaneval is not graded: its grading runs the model's code; --run-code allows that."
+    ]
+    found = grading.accuracy(result.cells)
+    assert found is not None and (found.correct, found.graded) == (2, 3) and grading.accuracy(cells) is None
+    grading.grade(result, run_code=True)
+    assert result.cells[3].requests[0].correct is True
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "flagged"),
+    [
+        ("11111111", "11100000", True),
+        ("11111111", "11110000", False),  # four of four fall the same way once in eight times
+        ("11110000", "00001111", False),
+        ("00000000", "11111111", False),
+        ("", "", False),
+    ],
+)
+def test_answers_that_became_wrong(old, new, flagged):
+    def cells(verdicts: str) -> list[Cell]:
+        requests = [Request(f"p{i}", 0.0, 1.0, correct=verdict == "1") for i, verdict in enumerate(verdicts)]
+        return [Cell("A", "s", "c1", repeat, 1.0, True, requests) for repeat in range(2)]
+
+    assert grading.became_wrong(cells(old), cells(new))[2] is flagged

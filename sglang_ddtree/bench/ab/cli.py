@@ -25,6 +25,7 @@ from sglang_ddtree.bench.ab.config import (
 )
 from sglang_ddtree.bench.ab.files import read_prompts
 from sglang_ddtree.bench.ab.findings import judge
+from sglang_ddtree.bench.ab.grading import grade
 from sglang_ddtree.bench.ab.run import head, measure, schedule
 from sglang_ddtree.bench.ab.summary import rows
 from sglang_ddtree.bench.arms import DRAFTER, common_flags
@@ -101,6 +102,7 @@ def _run_parser(parser: argparse.ArgumentParser) -> None:
     option("--body", "further request fields as JSON, e.g. temperature", metavar="JSON")
     option("--repeats", "how often everything is measured", type=int, metavar="N")
     option("--together", "all servers up at once, arms in turns cell by cell", action="store_true")
+    option("--run-code", "grade code answers (humaneval) by running them, with limits", action="store_true")
     option("--force", "print speedups of unequal arms, marked as forced", action="store_true")
     option("--seed", "of arrivals", type=int, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("bench"), metavar="NAME", help="NAME.json and NAME.html")
@@ -114,9 +116,7 @@ def settings_from(options: argparse.Namespace, say: Say) -> Settings:
         ConfigError: they do not describe a run.
     """
     given = read_toml(options.config) if options.config else {}
-    names = (
-        "threads reference concurrency rates sets files split prompts tokens fixed_length repeats together force seed"
-    )
+    names = "threads reference concurrency rates sets files split prompts tokens fixed_length repeats together run_code force seed"
     for name in names.split():
         value = getattr(options, name)
         if value is not None:
@@ -172,6 +172,8 @@ def run(options: argparse.Namespace, command: str) -> int:
 
         try:
             measure(settings, prompts, result, out, cache_dir() / "logs" / "bench-ab", say, progress)
+            grade(result, settings.run_code)
+            store.write(out, result)
         except ServerError as error:
             say(str(error))
             status = WRONG

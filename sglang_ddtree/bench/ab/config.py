@@ -68,6 +68,7 @@ class Settings:
         body: request fields that every arm gets (temperature, top_p, chat_template_kwargs, ...).
         repeats: how often everything is measured.
         together: keep all servers up and change arms after every cell; else one server after the other.
+        run_code: grade answers that are code by running them.
         force: print speedups of arms that differ in more than the algorithm.
         seed: of the arrivals and of the bootstrap.
     """
@@ -87,6 +88,7 @@ class Settings:
     body: Mapping[str, Any] = field(default_factory=dict)
     repeats: int = 3
     together: bool = False
+    run_code: bool = False
     force: bool = False
     seed: int = 1
 
@@ -110,7 +112,7 @@ class Settings:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("threads", "prompts", "tokens", "repeats", "seed"), (int,)),
-    **dict.fromkeys(("fixed_length", "together", "force"), (bool,)),
+    **dict.fromkeys(("fixed_length", "together", "run_code", "force"), (bool,)),
     **dict.fromkeys(("reference", "split"), (str,)),
     "body": (dict,),
 }

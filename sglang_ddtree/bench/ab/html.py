@@ -32,7 +32,8 @@ pre { overflow-x: auto; background: #8881; padding: .6em; font-size: 12px; }
 _MEANING = """
 tok/s: output tokens of all users together per second, median over the repeats. tok/s/user: what one user gets, prefill
 included. TTFT: time to the first text. gap: time between two pieces of the stream; with drafts a piece holds several
-tokens, so ms/token is given beside it. accept: tokens per verify step. same answers: greedy answers equal to the
+tokens, so ms/token is given beside it. correct: answers that are right, where the prompt set says what is.
+accept: tokens per verify step. same answers: greedy answers equal to the
 reference arm's first one. speedup: of tok/s/user over the reference, with the range that holds 95% of the bootstrap
 draws. In the plots a whisker runs from the smallest to the largest repeat.
 """

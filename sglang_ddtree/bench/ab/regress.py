@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sglang_ddtree.bench.ab import measures
 from sglang_ddtree.bench.ab.config import ConfigError
 from sglang_ddtree.bench.ab.correctness import agreement, expected
+from sglang_ddtree.bench.ab.grading import became_wrong
 from sglang_ddtree.bench.ab.measures import Interval
 from sglang_ddtree.bench.ab.store import Cell, Result
 from sglang_ddtree.bench.ab.summary import Key, grouped
@@ -71,6 +72,7 @@ def compare(old: Result, new: Result, tolerance: float) -> Comparison:
         notes.insert(0, "the runs are from different machines: speeds say nothing about the software")
     changes = [change for key in common for change in _changes(key, before[key], after[key], tolerance)]
     worse = [text for key in common for text in _failures(key, before[key], after[key])]
+    worse += [text for key in common if (text := _accuracy(key, before[key], after[key]))]
     if old.head["greedy"] and new.head["greedy"] and old.reference == new.reference:
         worse += [text for key in common if (text := _answers(key, (old, before[key]), (new, after[key])))]
     return Comparison(changes, worse, notes)
@@ -94,6 +96,11 @@ def _changes(key: Key, old: list[Cell], new: list[Cell], tolerance: float) -> li
 def _failures(key: Key, old: list[Cell], new: list[Cell]) -> list[str]:
     failed = [sum(len(cell.requests) - len(cell.answered) for cell in cells) for cells in (old, new)]
     return [f"{' '.join(key)}: {failed[1]} requests failed, before {failed[0]}"] if failed[1] > failed[0] else []
+
+
+def _accuracy(key: Key, old: list[Cell], new: list[Cell]) -> str:
+    worse, better, flagged = became_wrong(old, new)
+    return f"{' '.join(key)}: {worse} prompts answered right less often, {better} more often" if flagged else ""
 
 
 def _answers(key: Key, old: tuple[Result, list[Cell]], new: tuple[Result, list[Cell]]) -> str:

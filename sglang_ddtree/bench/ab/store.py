@@ -30,6 +30,7 @@ class Request:
         verify_steps, accepted_drafts, accepted_histogram: as the server counts them; 0 and empty without drafts.
         finish: "stop" or "length".
         error: why there is no answer; empty when there is one.
+        correct: the answer is right; None where that is not known.
     """
 
     prompt: str
@@ -45,6 +46,7 @@ class Request:
     accepted_histogram: list[int] = field(default_factory=list)
     finish: str = ""
     error: str = ""
+    correct: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from sglang_ddtree.bench.ab import measures
 from sglang_ddtree.bench.ab.correctness import Agreement, agreement, expected
+from sglang_ddtree.bench.ab.grading import accuracy
 from sglang_ddtree.bench.ab.measures import Interval, Percentiles
 from sglang_ddtree.bench.ab.store import Cell, Result
 from sglang_ddtree.bench.report import Spread
+from sglang_ddtree.bench.tasks import Accuracy
 
 Key = tuple[str, str, str]
 
@@ -24,6 +26,7 @@ class Row:
         user_rate: output tokens per second that one user gets, prefill included.
         ttft, gap, token_time: milliseconds: to the first text; between two pieces of the stream; per token after the
             first text.
+        accuracy: right answers of the graded ones; None where nothing says what is right.
         acceptance: tokens per verify step; ``acceptance_source`` says whose count.
         agreement: with the reference's greedy answers; None for drawn answers.
         speedup: of ``user_rate`` over the reference's; None when refused, or for the reference.
@@ -41,6 +44,7 @@ class Row:
     ttft: Percentiles | None
     gap: Percentiles | None
     token_time: Percentiles | None
+    accuracy: Accuracy | None
     acceptance: float | None
     acceptance_source: str
     histogram: list[int]
@@ -87,6 +91,7 @@ def rows(result: Result, refused: Mapping[str, str]) -> list[Row]:
                 ttft=measures.percentiles([r.ttft for r in requests if r.ttft is not None]),
                 gap=measures.percentiles([gap for r in requests for gap in r.gaps]),
                 token_time=measures.percentiles(measures.token_time(requests)),
+                accuracy=accuracy(cells),
                 acceptance=acceptance,
                 acceptance_source=source,
                 histogram=measures.histogram(cells),
