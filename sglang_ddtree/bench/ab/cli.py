@@ -116,7 +116,8 @@ def settings_from(options: argparse.Namespace, say: Say) -> Settings:
         ConfigError: they do not describe a run.
     """
     given = read_toml(options.config) if options.config else {}
-    names = "threads reference concurrency rates sets files split prompts tokens fixed_length repeats together run_code force seed"
+    names = "threads reference concurrency rates sets files split prompts tokens fixed_length repeats together"
+    names += " run_code force seed"
     for name in names.split():
         value = getattr(options, name)
         if value is not None:
