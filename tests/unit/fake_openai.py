@@ -18,7 +18,10 @@ from typing import Any
 
 @dataclass
 class Behaviour:
-    """``seconds`` per step, ``per_step`` tokens in each; ``wrong`` and ``refuses`` say which prompts go wrong."""
+    """``seconds`` per step, ``per_step`` tokens in each; ``wrong`` and ``refuses`` say which prompts go wrong.
+
+    ``logprob_gap``: between the best two tokens, everywhere; None refuses log-probabilities.
+    """
 
     seconds: float = 0.006
     per_step: int = 1
@@ -26,6 +29,7 @@ class Behaviour:
     wrong: Any = lambda prompt: False
     refuses: Any = lambda prompt: False
     metrics: str = ""
+    logprob_gap: float | None = None
     running: int = 0
     most_running: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, "")
         elif self.path == "/metrics" and self.behaviour.metrics:
             steps = sum(body["max_tokens"] for body in self.behaviour.bodies)
-            self.reply(200, self.behaviour.metrics.format(steps=steps))
+            self.reply(200, self.behaviour.metrics.replace("{steps}", str(steps)))
         else:
             self.reply(404, "{}")
 
@@ -76,9 +80,24 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, "{}")
         elif self.behaviour.refuses(body["messages"][-1]["content"]):
             self.reply(400, json.dumps({"error": {"message": "not this one"}}))
+        elif body.get("logprobs"):
+            self.log_probabilities(body)
         else:
             with self.counted(body):
                 self.stream(body)
+
+    def log_probabilities(self, body: dict[str, Any]) -> None:
+        gap = self.behaviour.logprob_gap
+        if gap is None:
+            self.reply(400, json.dumps({"error": {"message": "no log-probabilities here"}}))
+            return
+        best = {"token": "a", "logprob": -0.5, "bytes": None}
+        second = {"token": "b", "logprob": -0.5 - gap, "bytes": None}
+        content = [{**best, "top_logprobs": [best, second]}] * body["max_tokens"]
+        message = {"role": "assistant", "content": "a"}
+        choice = {"index": 0, "message": message, "finish_reason": "length", "logprobs": {"content": content}}
+        head = {"id": "1", "created": 1, "model": "default", "object": "chat.completion"}
+        self.reply(200, json.dumps({**head, "choices": [choice]}))
 
     @contextlib.contextmanager
     def counted(self, body: dict[str, Any]) -> Iterator[None]:

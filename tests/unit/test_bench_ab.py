@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import random
 from pathlib import Path
 
@@ -114,6 +115,45 @@ def test_in_bfloat16_only_early_differences_are_wrong(bench, capsys):
     assert "14 of 16 greedy answers are AR's" in first_line(capsys)
     assert bench(arms(lambda prompt: True), out="all")[0] == 1
     assert "too many and too early for rounding" in first_line(capsys)
+
+
+@pytest.mark.parametrize("gap", [0.25, None])
+def test_how_sure_the_reference_was_where_answers_differ(bench, capsys, gap):
+    arms = {"AR": Behaviour(logprob_gap=gap), "DDTREE": tree(wrong=lambda prompt: prompt.endswith(("3", "5")))}
+    _, result = bench(arms)
+    assert [(one.arm, one.prompt, one.position, one.gap) for one in result.differences] == [
+        ("DDTREE", "q/4", 1, gap),
+        ("DDTREE", "q/6", 1, gap),
+    ]
+    said = "Where 2 answers of DDTREE leave AR's, its two best tokens are 0.25 to 0.25 nats apart (0: a tie)."
+    assert (said in capsys.readouterr().out) is (gap is not None)
+
+
+def test_what_servers_and_gpus_tell(bench, capsys, monkeypatch, tmp_path):
+    """Counters of /metrics are differences; nvidia-smi's figures are sums over the GPUs."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho '100.5, 1024'\necho '200, 2048'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    # {steps} grows with every request; draft's sum does not.
+    series = """\
+# TYPE sglang:ddtree_tree_nodes histogram
+sglang:ddtree_tree_nodes_sum {steps}
+sglang:ddtree_tree_nodes_count {steps}
+# TYPE sglang:ddtree_stage_seconds histogram
+sglang:ddtree_stage_seconds_sum{stage="verify"} {steps}
+sglang:ddtree_stage_seconds_count{stage="verify"} {steps}
+sglang:ddtree_stage_seconds_sum{stage="draft"} 5
+sglang:ddtree_stage_seconds_count{stage="draft"} {steps}
+"""
+    _, result = bench({"AR": Behaviour(), "DDTREE": tree(metrics=series)})
+    cell = next(cell for cell in result.cells if cell.arm == "DDTREE")
+    assert cell.server == {"nodes": 1, "verify": 1000, "draft": 0}
+    assert cell.gpu == {"power_w": 300.5, "memory_gb": 3.0}
+    out = capsys.readouterr().out
+    assert "q, per decode step" in out and "verify ms" in out and "300" in out
+    assert "means per decode step, by the server" in (bench.path / "r.html").read_text()
 
 
 def test_an_arm_of_another_dtype_gets_no_speedup_unless_forced(bench, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_ddtree.bench.ab.config import Arm
+from sglang_ddtree.bench.ab.telemetry import ddtree_sums
 from sglang_ddtree.bench.server import Server, fetch
 
 #: Kept out of result files.
@@ -59,7 +60,7 @@ class Endpoint:
         return False
 
     def counters(self) -> dict[str, float]:
-        """Sum of each counter of ``/metrics`` that is used here; empty when there are none."""
+        """Sums of the counters of ``/metrics`` that are used here; empty when there are none."""
         try:
             text = fetch(f"{self.url}/metrics")
             samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
@@ -69,7 +70,7 @@ class Endpoint:
         for sample in samples:
             if sample.name in _STEPS + _ACCEPTED:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
-        return found
+        return found | ddtree_sums(samples)
 
 
 def delta(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[float | None, float | None]:

@@ -52,7 +52,20 @@ def judge(result: Result) -> Findings:
     refused = {} if forced else {**unequal, **wrong}
     if ok:
         lines.append(f"Arms differ in the algorithm only{_outputs(result, by_arm)}.")
-    return Findings([*lines, *result.notes], refused, ok)
+    return Findings([*lines, *_near_ties(result), *result.notes], refused, ok)
+
+
+def _near_ties(result: Result) -> list[str]:
+    """How sure the reference was where an arm's answers leave it."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for one in result.differences:
+        if one.gap is not None:
+            gaps[one.arm].append(one.gap)
+    return [
+        f"Where {len(found)} answers of {arm} leave {result.reference}'s, its two best tokens are "
+        f"{min(found):.2g} to {max(found):.2g} nats apart (0: a tie)."
+        for arm, found in gaps.items()
+    ]
 
 
 def _wrong_outputs(result: Result, by_arm: dict[str, list[Cell]]) -> dict[str, str]:

@@ -57,7 +57,8 @@ class Fleet:
         self.say(f"{arm.name}: starting the server")
         threads = self.settings.threads
         started = server.start(
-            [*self.settings.common, *arm.flags],
+            # Every arm: what a step does is told by /metrics only.
+            [*self.settings.common, *arm.flags, "--enable-metrics"],
             log=self.log_dir / f"{arm.file_name}.log",
             env={"SGLANG_DDTREE_CPU_THREADS": str(threads)} if threads else {},
             progress=lambda stage: self.say(f"{arm.name}: {stage}"),

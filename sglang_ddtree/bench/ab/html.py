@@ -10,7 +10,7 @@ from sglang_ddtree.bench.ab import svg
 from sglang_ddtree.bench.ab.findings import Findings, judge
 from sglang_ddtree.bench.ab.store import Result
 from sglang_ddtree.bench.ab.summary import Row, rows
-from sglang_ddtree.bench.ab.table import HEAD, cells
+from sglang_ddtree.bench.ab.table import HEAD, cells, steps
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --bad: #c62828; --good: #2e7d32; }
@@ -116,13 +116,18 @@ def _histograms(figures: list[Row], arms: list[str]) -> str:
 
 
 def _table(name: str, figures: list[Row], result: Result, found: Findings) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in HEAD)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(text)}</td>" for text in cells(row, result, found)) + "</tr>"
-        for row in figures
-        if row.set == name
-    )
-    return f'<h2>{escape(name)}: figures</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    own = [row for row in figures if row.set == name]
+    text = f"<h2>{escape(name)}: figures</h2>" + _grid([HEAD, *(cells(row, result, found) for row in own)])
+    told = steps(own)
+    return text + (f"<h3>{escape(name)}: means per decode step, by the server</h3>{_grid(told)}" if told else "")
+
+
+def _grid(lines: Sequence[tuple[str, ...]]) -> str:
+    def row(line: tuple[str, ...], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in line) + "</tr>"
+
+    body = "".join(row(line, "td") for line in lines[1:])
+    return f'<div class="wide"><table>{row(lines[0], "th")}{body}</table></div>'
 
 
 def _arms(result: Result) -> str:

@@ -12,6 +12,8 @@ from sglang_ddtree.bench.ab.config import Arm, Load, Settings
 from sglang_ddtree.bench.ab.endpoint import Endpoint, delta
 from sglang_ddtree.bench.ab.fleet import Fleet
 from sglang_ddtree.bench.ab.load import send
+from sglang_ddtree.bench.ab.neartie import differences, measure_gaps
+from sglang_ddtree.bench.ab.telemetry import GpuWatch, step_means
 from sglang_ddtree.bench.compare import Say
 from sglang_ddtree.bench.prompts import Prompt
 
@@ -103,6 +105,11 @@ def measure(
             store.write(out, result)
             fleet.check(task.arm)
         result.complete = True
+        if settings.greedy and (found := differences(result)):
+            progress("log-probabilities where answers differ")
+            reference = next(arm for arm in settings.arms if arm.name == settings.reference_arm)
+            measure_gaps(found, fleet.get(reference), prompts, settings.request_body)
+            result.differences = found
         store.write(out, result)
     progress("")
 
@@ -128,8 +135,10 @@ def take(task: Task, endpoint: Endpoint, prompts: list[Prompt], settings: Settin
     flushed = endpoint.flush()
     before = endpoint.counters()
     seed = settings.seed + task.repeat
-    requests, seconds = send(endpoint, prompts, task.load, settings.tokens, settings.request_body, seed)
-    steps, drafted = delta(before, endpoint.counters())
+    with GpuWatch() as watch:
+        requests, seconds = send(endpoint, prompts, task.load, settings.tokens, settings.request_body, seed)
+    after = endpoint.counters()
+    steps, drafted = delta(before, after)
     return store.Cell(
         arm=task.arm.name,
         set=task.set,
@@ -140,4 +149,6 @@ def take(task: Task, endpoint: Endpoint, prompts: list[Prompt], settings: Settin
         requests=requests,
         steps=steps,
         drafted=drafted,
+        server=step_means(before, after),
+        gpu=watch.figures,
     )

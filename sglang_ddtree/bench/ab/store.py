@@ -59,6 +59,7 @@ class Cell:
         seconds: from the first sending to the end of the last answer.
         flushed: the prefix cache was emptied before.
         steps, drafted: verify steps, and accepted drafts, by the server's counters over the cell; None without.
+        server, gpu: what :mod:`sglang_ddtree.bench.ab.telemetry` read meanwhile.
     """
 
     arm: str
@@ -70,10 +71,26 @@ class Cell:
     requests: list[Request]
     steps: float | None = None
     drafted: float | None = None
+    server: dict[str, float] = field(default_factory=dict)
+    gpu: dict[str, float] = field(default_factory=dict)
 
     @property
     def answered(self) -> list[Request]:
         return [request for request in self.requests if not request.error]
+
+
+@dataclass
+class Difference:
+    """An arm's greedy answer that leaves the reference's at token ``position`` (from 0).
+
+    ``gap``: the reference's log-probabilities of its best two tokens there, one minus the other; None when unknown.
+    """
+
+    arm: str
+    set: str
+    prompt: str
+    position: int
+    gap: float | None = None
 
 
 @dataclass
@@ -86,6 +103,7 @@ class Result:
         notes: what was left out, and why.
         cells: in the order in which they were measured.
         complete: every planned cell is there.
+        differences: some of the greedy answers that are not the reference's.
     """
 
     head: dict[str, Any]
@@ -93,6 +111,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     complete: bool = False
+    differences: list[Difference] = field(default_factory=list)
 
     @property
     def reference(self) -> str:
@@ -125,6 +144,7 @@ def read(path: Path) -> Result:
         raise ConfigError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}")
     try:
         cells = [Cell(**{**cell, "requests": [Request(**one) for one in cell["requests"]]}) for cell in data["cells"]]
-        return Result(**{**data, "cells": cells})
+        differences = [Difference(**one) for one in data.pop("differences", [])]
+        return Result(**{**data, "cells": cells}, differences=differences)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: does not follow {SCHEMA}: {error}") from error

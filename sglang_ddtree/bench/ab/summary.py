@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang_ddtree.bench.ab import measures
@@ -29,6 +29,7 @@ class Row:
         accuracy: right answers of the graded ones; None where nothing says what is right.
         acceptance: tokens per verify step; ``acceptance_source`` says whose count.
         agreement: with the reference's greedy answers; None for drawn answers.
+        server, gpu: means over the repeats of what the cells hold under these names.
         speedup: of ``user_rate`` over the reference's; None when refused, or for the reference.
     """
 
@@ -48,6 +49,8 @@ class Row:
     acceptance: float | None
     acceptance_source: str
     histogram: list[int]
+    server: dict[str, float]
+    gpu: dict[str, float]
     agreement: Agreement | None
     speedup: Interval | None
 
@@ -62,6 +65,14 @@ def grouped(result: Result) -> dict[Key, list[Cell]]:
     return dict(
         sorted(found.items(), key=lambda it: (sets.index(it[0][0]), loads.index(it[0][1]), arms.index(it[0][2])))
     )
+
+
+def _means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for name, value in part.items():
+            found[name].append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def rows(result: Result, refused: Mapping[str, str]) -> list[Row]:
@@ -95,6 +106,8 @@ def rows(result: Result, refused: Mapping[str, str]) -> list[Row]:
                 acceptance=acceptance,
                 acceptance_source=source,
                 histogram=measures.histogram(cells),
+                server=_means(cell.server for cell in cells),
+                gpu=_means(cell.gpu for cell in cells),
                 agreement=agreement(cells, reference) if result.head["greedy"] else None,
                 speedup=measures.ratio(cells, theirs, measures.user_rate, paired=True) if compare else None,
             )

@@ -22,12 +22,42 @@ HEAD = (
 )
 
 
+#: What servers tell of a decode step, where they do; with the heading and the form of each figure.
+STEP = {
+    "nodes": ("nodes", ".1f"),
+    "depth": ("depth", ".1f"),
+    "committed": ("committed", ".2f"),
+    "draft": ("draft ms", ".2f"),
+    "build": ("build ms", ".2f"),
+    "verify": ("verify ms", ".2f"),
+    "commit": ("commit ms", ".2f"),
+    "power_w": ("GPU W", ".0f"),
+    "memory_gb": ("GPU GiB", ".1f"),
+}
+
+
+def steps(rows: list[Row]) -> list[tuple[str, ...]]:
+    """Head and one line per row whose server or GPU told something; empty when none did."""
+    told = [(row, {**row.server, **row.gpu}) for row in rows if row.server or row.gpu]
+    names = [name for name in STEP if any(name in figures for _, figures in told)]
+    if not names:
+        return []
+    head = ("load", "arm", *(STEP[name][0] for name in names))
+    body = [
+        (row.load, row.arm, *(format(figures[name], STEP[name][1]) if name in figures else "-" for name in names))
+        for row, figures in told
+    ]
+    return [head, *body]
+
+
 def render(result: Result, found: Findings, rows: list[Row]) -> str:
     """The findings and the tables; a speedup that is not given says why in the findings."""
     parts = ["\n".join(found.lines)]
     for name in dict.fromkeys(row.set for row in rows):
         body = [cells(row, result, found) for row in rows if row.set == name]
         parts.append(f"{name}\n{columns([HEAD, *body])}")
+        if told := steps([row for row in rows if row.set == name]):
+            parts.append(f"{name}, per decode step\n{columns(told)}")
     return "\n\n".join(parts) + "\n"
 
 
