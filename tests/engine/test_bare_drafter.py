@@ -1,0 +1,108 @@
+"""The shipped drafter as one bare file: prepared again, it is the same drafter, and a wrong setting is found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from engines import assert_equal, base_flags, ddtree_flags, drafter_path
+
+from sglang_ddtree.bench.lossless import acceptance_length, generate_all
+from sglang_ddtree.bench.prompts import SETS, load_prompts
+from sglang_ddtree.drafter import verify as verifying
+from sglang_ddtree.drafter.cli import main
+from sglang_ddtree.drafter.verify import Report
+
+TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def prepared(model, tmp_path_factory):
+    """Made from the weights file alone."""
+    tmp = tmp_path_factory.mktemp("bare")
+    bare = tmp / "dflash.safetensors"
+    shutil.copy(drafter_path() / "model.safetensors", bare)
+    assert main(["prepare", str(bare), "--target", str(model), "--out", str(tmp / "made")]) == 0
+    return tmp / "made"
+
+
+def test_prepare_restores_what_the_drafter_was_trained_with(prepared, model, capsys):
+    made, original = (json.loads((path / "config.json").read_text()) for path in (prepared, drafter_path()))
+    # What the drafter's computation depends on; the rest is decoration.
+    names = "block_size dflash_config hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim"
+    names += " num_key_value_heads vocab_size rms_norm_eps rope_theta sliding_window"
+    for name in names.split():
+        assert made[name] == original[name], name
+    assert main(["check", str(prepared), "--target", str(model)]) == 0
+    assert "fits" in capsys.readouterr().out
+
+
+def test_served_it_gives_the_same_tokens_and_acceptance(serve, model, prepared, questions, reference):
+    asked = questions[:8]
+    outputs = {}
+    for name, path in (("original", drafter_path()), ("prepared", prepared)):
+        flags = [*base_flags(model), *ddtree_flags(7), "--max-total-tokens", "8192"]
+        flags[flags.index("--speculative-draft-model-path") + 1] = str(path)
+        with serve(name, flags) as server:
+            outputs[name] = generate_all(server, asked, TOKENS, 1)
+    assert_equal(asked, reference.answers(asked, TOKENS), outputs["prepared"])
+    assert [one.verify_steps for one in outputs["prepared"]] == [one.verify_steps for one in outputs["original"]]
+    assert (acceptance_length(outputs["prepared"]) or 0) > 1.5
+
+
+# verify
+
+
+@pytest.fixture(scope="module")
+def measured(model, prepared, tmp_path_factory):
+    """``verify`` with some settings changed; the target answers once."""
+    tmp = tmp_path_factory.mktemp("verify")
+    texts = [prompt.messages[-1]["content"] for name in SETS for prompt in load_prompts(name, "heldout", 3)]
+    (tmp / "prompts.txt").write_text("".join(" ".join(text.split()) + "\n" for text in texts))
+    answers: dict[tuple[int, ...], object] = {}
+    ask = verifying.answer
+
+    def once(target_dir, questions, layers, **options):
+        key = tuple(layers)
+        if key not in answers:
+            answers[key] = ask(target_dir, questions, layers, **options)
+        return answers[key]
+
+    def run(**changes) -> Report:
+        draft = tmp / f"draft-{len(list(tmp.iterdir()))}"
+        draft.mkdir()
+        config = json.loads((prepared / "config.json").read_text())
+        for name, value in changes.items():
+            if name in config["dflash_config"]:
+                config["dflash_config"][name] = value
+            else:
+                config[name] = value
+        (draft / "config.json").write_text(json.dumps(config))
+        os.link(prepared / "model.safetensors", draft / "model.safetensors")
+        return verifying.verify(draft, model, tmp / "prompts.txt", max_tokens=40)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifying, "answer", once)
+        patch.setattr(verifying, "_POSITIONS", 160)
+        yield run
+
+
+def test_verify_finds_nothing_wrong_with_the_right_settings(measured):
+    report = measured()
+    assert report.faults == [] and report.agreement[0] > 0.35
+    # The training measured 1.91 and 2.47 on whole answers of these sets.
+    assert 1.4 < report.lengths["chain"] < report.lengths["16"] < 3.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mask_token_id": 0}, "mask_token_id"),
+        ({"rope_theta": 1e7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, "rope_theta"),
+    ],
+    ids=["mask token", "RoPE base"],
+)
+def test_verify_names_the_wrong_setting(measured, changes, named):
+    assert any(named in fault for fault in measured(**changes).faults)
