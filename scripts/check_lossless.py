@@ -263,7 +263,8 @@ def save(job: Job) -> None:
         f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most, in three phases: "
         f"{'; '.join(PHASES.values())}. The second turn of each conversation has a third as many tokens, and its "
         "cached prefix includes what the server generated. *Identical*: token ids and finish reason are those of plain "
-        "decoding, eight requests at once. *Cached*: prompt tokens that came from the prefix cache. Seconds are those "
+        f"decoding, {'one request' if report['seeded'] else 'eight requests'} at a time. *Cached*: prompt tokens that came "
+        "from the prefix cache. Seconds are those "
         "of a machine with other work: not a benchmark.\n\n" + table(report) + "\n",
         encoding="utf-8",
     )
