@@ -255,6 +255,7 @@ def save(job: Job) -> None:
     path.write_text(json.dumps(report) + "\n", encoding="utf-8")
     facts = report["machine"]
     kind = "seeded draws" if report["seeded"] else "greedy tokens"
+    reference = "one request" if report["seeded"] else "eight requests"
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     path.with_suffix(".md").write_text(
         f"# DDTREE and DFLASH against plain decoding: {kind}, fp32, CPU\n\n"
@@ -263,8 +264,7 @@ def save(job: Job) -> None:
         f"{report['prompts']} held-out prompts x {report['tokens']} tokens at most, in three phases: "
         f"{'; '.join(PHASES.values())}. The second turn of each conversation has a third as many tokens, and its "
         "cached prefix includes what the server generated. *Identical*: token ids and finish reason are those of plain "
-        f"decoding, {'one request' if report['seeded'] else 'eight requests'} at a time. *Cached*: prompt tokens that came "
-        "from the prefix cache. Seconds are those "
+        f"decoding, {reference} at a time. *Cached*: prompt tokens that came from the prefix cache. Seconds are those "
         "of a machine with other work: not a benchmark.\n\n" + table(report) + "\n",
         encoding="utf-8",
     )
