@@ -96,13 +96,5 @@ def test_verify_finds_nothing_wrong_with_the_right_settings(measured):
     assert 1.4 < report.lengths["chain"] < report.lengths["16"] < 3.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"mask_token_id": 0}, "mask_token_id"),
-        ({"rope_theta": 1e7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}, "rope_theta"),
-    ],
-    ids=["mask token", "RoPE base"],
-)
-def test_verify_names_the_wrong_setting(measured, changes, named):
-    assert any(named in fault for fault in measured(**changes).faults)
+def test_verify_names_a_wrong_mask_token(measured):
+    assert any("mask_token_id" in fault for fault in measured(mask_token_id=0).faults)
