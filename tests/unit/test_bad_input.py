@@ -158,7 +158,7 @@ def test_good_input(results):
         "speculative_num_draft_tokens": 5,
         "speculative_dflash_block_size": 8,
         "speculative_eagle_topk": 8,
-        "speculative_num_steps": 7,
+        "speculative_num_steps": 4,
         "max_running_requests": 48,
     }
 

@@ -26,7 +26,7 @@ FAKE_SGLANG = {
     "launch_server.py": """
 import os, pathlib, fake_openai
 def run_server(argv):
-    flag = dict(zip(argv[::2], argv[1::2]))
+    flag = {name: value for name, value in zip(argv, argv[1:]) if name.startswith("--")}
     pathlib.Path(os.environ["PIDS"]).open("a").write(f"{os.getpid()}\\n")
     own = fake_openai.Behaviour(seconds=float(flag["--seconds"]))
     fake_openai.listen(own, int(flag["--port"])).serve_forever()

@@ -14,7 +14,7 @@ from sglang_ddtree.bench.ab.table import HEAD, cells, steps
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --bad: #c62828; --good: #2e7d32; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1020px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1120px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin-top: 1.8em; } h3 { font-size: 1em; margin: .6em 0 .2em; }
 .first { border-left: 5px solid var(--good); padding: .4em .8em; background: #8881; }
 .first.bad { border-color: var(--bad); }
@@ -25,6 +25,7 @@ svg { width: 100%; } svg text { font-size: 12px; fill: currentColor; } .grid { s
 .legend svg { width: 26px; height: 10px; margin-right: .4em; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
 th, td { padding: .2em .6em; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 pre { overflow-x: auto; background: #8881; padding: .6em; font-size: 12px; }
 """

@@ -67,7 +67,7 @@ def lines(x_title: str, labels: Sequence[str], series: Mapping[str, Mapping[str,
 
 def bars(values: Mapping[str, float], arms: Sequence[str]) -> str:
     """One horizontal bar per arm with its value beside it."""
-    left, row = 8 + 7 * max((len(arm) for arm in values), default=0), 26
+    left, row = 12 + 9 * max((len(arm) for arm in values), default=0), 26
     top = max(values.values(), default=1.0) or 1.0
     body = []
     for i, (arm, value) in enumerate(values.items()):
