@@ -12,13 +12,13 @@ use_env
 cd "$here"
 say() { printf '[test] %s\n' "$*" >&2; }
 
-# The tests of `drafter push` copy through a real sshd and rsync; without them they are skipped, and say so.
+# The tests of `drafter push` copy through a real sshd and rsync; without them they fail, and say so.
 missing() { ! command -v rsync || ! PATH=$PATH:/usr/sbin command -v sshd; } >/dev/null
 if missing && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
   say "installing rsync and openssh-server"
   { apt-get update && apt-get install -y --no-install-recommends rsync openssh-server; } >/dev/null 2>&1 || true
 fi
-if missing; then say "no rsync or no sshd: the tests of 'drafter push' will be skipped"; fi
+if missing; then say "no rsync or no sshd: the tests of 'drafter push' will fail; install rsync and openssh-server"; fi
 
 if [ $# -eq 0 ]; then
   say "ruff"

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from sglang_ddtree.bench.server import free_port
 
 
@@ -29,8 +27,7 @@ class Remote:
 def running_sshd(directory: Path) -> Iterator[Remote]:
     """Start it, wait until it answers, stop it at the end by its own process."""
     program = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin:/usr/bin")
-    if not program or not shutil.which("rsync"):
-        pytest.skip("no sshd or no rsync, and scripts/test.sh could not install them")
+    assert program and shutil.which("rsync"), "these tests need sshd and rsync: apt-get install openssh-server rsync"
     directory.mkdir(mode=0o700)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / name], check=True)
