@@ -29,17 +29,13 @@ def register() -> None:
 
 def init_worker() -> None:
     """Once per worker process."""
-    import triton
-    import triton.language as tl
     from sglang.kernels.ops.attention.fla import fused_recurrent
     from triton.runtime.autotuner import Autotuner
 
-    @triton.jit
-    def exp(x):
-        return tl.exp(x)
+    from ddtree_interpreter import functions
 
-    # An alias of ``tl.exp`` made at import is not the interpreter's.
-    fused_recurrent.exp = exp
+    # SGLang's is an alias of ``tl.exp``, made at import, which the interpreter does not replace.
+    fused_recurrent.exp = functions.exp
 
     def first_configuration(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
@@ -48,6 +44,8 @@ def init_worker() -> None:
     Autotuner.run = first_configuration
     # Models allocate on "the current device" of torch's accelerator module.
     torch.cuda.current_device = lambda: torch.device("cpu")
+    # Pinning needs a driver, and is for copies to a GPU.
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor
 
 
 def chunk_gated_delta_rule(

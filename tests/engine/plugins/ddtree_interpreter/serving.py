@@ -46,8 +46,10 @@ def said_once(target: str) -> Callable[..., Any]:
 
 def init_worker() -> None:
     """Once per worker process."""
+    from ddtree_interpreter.speed import patch_language_once
     from sglang_ddtree.tree import build
 
+    patch_language_once()
     # On a CPU the heap takes small batches before any kernel is asked.
     build._HEAP_MAX_NODES = -1
     # A CPU tensor has no stream; SGLang's workers record one on every step.
