@@ -17,11 +17,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+#: Triton's LLVM ends the process, without an exception, on a number that it does not know. These have been tried.
+KNOWN = (80, 86, 87, 89, 90, 100, 103, 120, 121)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 86, 90, 100, 120], metavar="SM")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], metavar="N")
     options = parser.parse_args()
+    unknown = sorted(set(options.arch) - set(KNOWN))
+    if unknown:
+        parser.error(f"--arch {unknown[0]} is none of {', '.join(map(str, KNOWN))}")
     if not all(1 <= budget <= 256 for budget in options.budgets):
         parser.error("--budgets must be between 1 and 256")
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,6 +1,6 @@
 """Check DDTREE on a GPU: kernels, CUDA graphs, time, and a served model.
 
-    python scripts/gpu_check.py                         # everything, a few minutes
+    python scripts/gpu_check.py                          # everything, a few minutes
     python scripts/gpu_check.py --parts kernels replay   # needs torch and Triton only, no network
     python scripts/gpu_check.py --parts serve --model DIR --drafter DIR
 

@@ -53,6 +53,7 @@ def test_the_script_prints_its_table():
     [
         (["--budgets", "300"], {}, "between 1 and 256"),
         (["--arch", "ninety"], {}, "invalid int value"),
+        (["--arch", "90", "999"], {}, "--arch 999 is none of 80, 86,"),
         ([], {"TRITON_INTERPRET": "1"}, "compiles nothing"),
     ],
 )

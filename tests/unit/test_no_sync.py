@@ -13,9 +13,12 @@ import torch
 from no_sync import NoSync, Synchronised
 from sglang.srt.models import dflash
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from test_penalties import req
 
+from sglang_ddtree.penalties import PenaltyTable, apply_penalties
 from sglang_ddtree.tree import build, mask
 from sglang_ddtree.tree.mask import full_mask
+from sglang_ddtree.tree.paths import path_tokens
 from sglang_ddtree.tree.walk import walk_sampled
 
 STEPS = 20
@@ -68,6 +71,24 @@ def test_a_sampled_walk(as_on_a_gpu: None) -> None:
     with NoSync():
         walk = walk_sampled(tree, probs, decode_step.DEPTH)
     assert walk.bonus.shape == (5,) and int(walk.bonus.max()) < decode_step.VOCAB
+
+
+def test_penalties(as_on_a_gpu: None) -> None:
+    """What a step with penalties adds: the rows of its table, every node's path, the logits, the tokens committed."""
+    inputs = decode_step.random_inputs(3)
+    outputs = decode_step.run_step(inputs, decode_step.backend(None), None)
+    tree, logits, slots = outputs.tree, inputs.logits.clone(), torch.tensor([5, 0, 2, 6])
+    table = PenaltyTable(7, decode_step.VOCAB, "cpu")
+    made = [req(frequency=0.5, repetition=1.2, earlier=[9, 4]), req(), req(presence=1.0), req(minimum=3, eos=[7])]
+    table.start(slots, made, torch.tensor([1, 2, 3, 4]))
+    with NoSync():
+        adjustments = table.of(slots)
+        apply_penalties(logits, *adjustments, path_tokens(tree, decode_step.DEPTH), tree.depths)
+        accepted = outputs.walk.accepted
+        table.commit(slots, torch.where(accepted >= 0, tree.tokens.gather(1, accepted.clamp(min=0)), -1))
+    changed = (logits != inputs.logits).any(2)
+    assert changed[0].all() and not changed[1].any() and changed[2].all() and changed[3, 0]
+    assert torch.equal(table.of(slots)[1].lengths, torch.tensor([3, 1, 1, 1]) + outputs.walk.num_accepted + 1)
 
 
 SYNCHRONISING = {
