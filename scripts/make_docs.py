@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that are made from code: docs/flags.md, and the tables of docs/architecture.md.
+"""Write the parts of docs/ that are made from code: docs/flags.md, and the tables of other pages.
 
 tests/unit/test_docs.py fails when they are not current. --check writes nothing and says so too.
 """
@@ -7,13 +7,14 @@ tests/unit/test_docs.py fails when they are not current. --check writes nothing 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sglang_ddtree import flags, hooks
+from sglang_ddtree import flags, hooks, state_memory
 from sglang_ddtree.cli import build_parser
 from sglang_ddtree.patching import series
 
@@ -91,9 +92,48 @@ def patch_table() -> str:
     return table(("patch", "subject", "files in `sglang/`"), rows)
 
 
+#: As its config.json is believed to be (docs/qwen3.6-27b.md says so).
+QWEN36 = state_memory.DeltaNet(layers=48, key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
+#: GPUs, memory of each in GiB, and the bf16 weights of target and drafter together.
+MACHINES = (("2x A6000 48 GB", 2, 47.5), ("PRO 6000 96 GB", 1, 95.0), ("H200 141 GB", 1, 140.0))
+WEIGHTS = 57.5e9
+WIDTHS, BATCHES = (5, 9, 17, 33, 65), (1, 2, 4, 8, 16)
+
+
+def state_table() -> str:
+    """GiB of states on one GPU, over verify width and running requests, without a prefix cache."""
+    state = QWEN36.bytes()
+    rows: Rows = []
+    for width in WIDTHS:
+        sizes = [
+            state_memory.total_bytes(state, width, requests, state_memory.SLOTS_NO_CACHE) / state_memory.GIB
+            for requests in BATCHES
+        ]
+        rows.append((f"{width} (budget {width - 1})", *(f"{size:.1f}" for size in sizes)))
+    return table(("verify width", *(f"{requests} request{'s'[: requests > 1]}" for requests in BATCHES)), rows)
+
+
+def state_fit_table() -> str:
+    """Running requests that fit, over machine and width: SGLang's own division, and without a prefix cache."""
+    rows: Rows = []
+    for name, gpus, memory in MACHINES:
+        for dtype, size in (("float32", 4), ("bfloat16", 2)):
+            state = dataclasses.replace(QWEN36, state_bytes=size).bytes(gpus)
+            free = int(0.9 * memory * state_memory.GIB - WEIGHTS / gpus)
+            shared = state_memory.share_for_states(free)
+            alone = free - 4 * state_memory.GIB
+            cells = [
+                f"{state_memory.requests_that_fit(shared, state, width, state_memory.SLOTS_EXTRA_BUFFER)}"
+                f" / {state_memory.requests_that_fit(alone, state, width, state_memory.SLOTS_NO_CACHE)}"
+                for width in WIDTHS
+            ]
+            rows.append((name, dtype, f"{free / state_memory.GIB:.1f}", *cells))
+    return table(("machine", "states in", "GiB free a GPU", *(f"width {width}" for width in WIDTHS)), rows)
+
+
 def with_tables(text: str) -> str:
     """A page with the tables between its ``<!-- made: NAME -->`` and ``<!-- end -->`` lines renewed."""
-    makers = {"hooks": hook_table, "patches": patch_table}
+    makers = {"hooks": hook_table, "patches": patch_table, "states": state_table, "states_fit": state_fit_table}
     return re.sub(
         r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)",
         lambda found: found[1] + makers[found[2]]() + found[3],

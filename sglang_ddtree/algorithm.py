@@ -105,6 +105,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             block_size=settings.resolve_block_size(server_args.speculative_dflash_block_size, drafter.block_size),
             top_k=settings.resolve_top_k(server_args.speculative_eagle_topk),
         )
+        _require_track_interval(server_args, config.verify_width)
         for field, value in config.as_server_fields().items():
             setattr(server_args, field, value)
         if server_args.max_running_requests is None:
@@ -198,10 +199,32 @@ def _refuse_unsupported(args: Any) -> None:
             "drop it; a verify pass computes those of drafts too",
         ),
         (args.enable_watermark, "--enable-watermark", "drop it, or use DFLASH"),
+        (
+            args.enable_linear_replayssm or args.enable_linear_replayssm_spec,
+            "ReplaySSM (--enable-linear-replayssm, --enable-linear-replayssm-spec)",
+            "drop it; it replays a chain, and a tree keeps a state per node",
+        ),
+        (
+            args.mamba_backend == "flashinfer",
+            "--mamba-backend flashinfer",
+            "use --mamba-backend triton, which follows a tree",
+        ),
     )
     for found, what, instead in refused:
         if found:
             raise DDTreeError(f"DDTREE does not support {what}: {instead}.")
+
+
+def _require_track_interval(args: Any, verify_width: int) -> None:
+    """A hybrid target's prefix cache keeps one state per interval, so no step may pass two of its ends.
+
+    SGLang asks the same before it knows DDTREE's width.
+    """
+    if args.mamba_radix_cache_strategy.startswith("extra_buffer") and verify_width > args.mamba_track_interval:
+        raise DDTreeError(
+            f"a verify width of {verify_width} needs a --mamba-track-interval of at least that, got "
+            f"{args.mamba_track_interval}: use {settings.BUDGET_FLAG} {args.mamba_track_interval - 1} or less."
+        )
 
 
 def _resolve_attention_backends(args: Any, cpu: bool) -> None:

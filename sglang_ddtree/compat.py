@@ -74,7 +74,7 @@ CONTRACT: tuple[Name, ...] = (
         "algorithm.py",
         signature="device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
     ),
-    Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py worker.py", signature=""),
+    Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py state_check.py worker.py", signature=""),
     Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
     Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "plugin.py", signature="name"),
     Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
@@ -231,6 +231,15 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "hooks.py", signature=""),
     Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size", "hooks.py", signature=""),
     Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_len_per_decode", "hooks.py", signature=""),
+    # States of hybrid targets
+    Name(
+        "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._handle_max_mamba_cache",
+        "hooks.py state_check.py",
+        signature="self total_rest_memory",
+        attributes="mambaish_config attn_dp_size _calculate_mamba_ratio",
+    ),
+    Name("sglang.srt.runtime_context:get_memory", "state_check.py", signature=""),
+    Name("sglang.srt.runtime_context:get_schedule", "state_check.py", signature=""),
     # Requests
     Name(
         "sglang.srt.managers.schedule_batch:Req.update_finish_state",

@@ -234,6 +234,14 @@ def _graph_runner_class(original: Callable[..., type], model_runner: Any, *args:
     return tree_graph_runner_class(runner_class)
 
 
+def _state_memory(original: Callable[..., float], configurator: Any, *args: Any, **kwargs: Any) -> float:
+    if not _ddtree_is_running():
+        return original(configurator, *args, **kwargs)
+    from sglang_ddtree.state_check import size_states
+
+    return size_states(original, configurator, *args, **kwargs)
+
+
 def _sample(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_ddtree.verify import DDTreeVerifyInput
 
@@ -309,6 +317,13 @@ ENGINE = (
         _graph_runner_class,
         "around",
         "the verify graph would be captured without a mask, and replay would raise or ignore the tree",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        _state_memory,
+        "around",
+        "a hybrid target keeps a recurrent state for every node of the tree: says at start what that takes, and which "
+        "budget would fit; without it SGLang quietly runs fewer requests, or ends in an error that names no budget",
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_sample",

@@ -1,4 +1,4 @@
-"""Targets whose attention would run a tree wrongly, or has not been shown to run it right."""
+"""Targets that would run a tree wrongly, or have not been shown to run it right."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ logger = logging.getLogger(__name__)
 
 #: Model types whose ``sliding_window`` SGLang applies without a list of layer types.
 _ALWAYS_SLIDING = ("cohere2", "gemma2", "gemma3", "gpt_oss")
+#: Model types whose convolution over the last tokens SGLang verifies in flat order, as a chain.
+_SHORT_CONVOLUTION = ("inkling", "lfm2", "zaya")
+#: Hybrids whose answers and states the engine tests compare with plain decoding: Gated DeltaNet with dense layers.
+_VERIFIED_HYBRIDS = ("qwen3_5", "qwen3_5_text")
 
 
 def check_target(config: dict[str, Any], cpu: bool) -> None:
     """Refuse a target that DDTREE cannot verify; ``config`` is its ``config.json``.
 
     Raises:
-        DDTreeError: MLA attention (SGLang's MLA backends ignore tree masks), or sliding-window layers on a GPU (there
-            SGLang cuts the window by row instead of by depth; the CPU backend cuts it by depth).
+        DDTreeError: MLA attention (SGLang's MLA backends ignore tree masks), sliding-window layers on a GPU (there
+            SGLang cuts the window by row instead of by depth; the CPU backend cuts it by depth), or short convolutions
+            (a node would see the nodes before it in flat order, not its ancestors).
     """
     text = {**config, **(config.get("text_config") or {})}
     if text.get("kv_lora_rank"):
@@ -31,8 +36,13 @@ def check_target(config: dict[str, Any], cpu: bool) -> None:
             "DDTREE does not support targets with sliding-window attention on a GPU yet: "
             "use --speculative-algorithm DFLASH."
         )
-    if is_hybrid(text):
-        logger.warning("DDTREE on a hybrid (linear-attention) target is not verified yet; compare its answers.")
+    if has_short_convolution(text):
+        raise DDTreeError(
+            "DDTREE does not support targets with short convolutions (SGLang verifies those as a chain): "
+            "use --speculative-algorithm DFLASH."
+        )
+    if is_hybrid(text) and _model_type(text) not in _VERIFIED_HYBRIDS:
+        logger.warning("DDTREE on this hybrid (linear-attention) target is not verified yet; compare its answers.")
 
 
 def has_sliding_window(text: dict[str, Any]) -> bool:
@@ -40,8 +50,20 @@ def has_sliding_window(text: dict[str, Any]) -> bool:
         return False
     if "layer_types" in text:
         return "sliding_attention" in (text["layer_types"] or ())
-    return str(text.get("model_type", "")).startswith(_ALWAYS_SLIDING)
+    return _model_type(text).startswith(_ALWAYS_SLIDING)
+
+
+def has_short_convolution(text: dict[str, Any]) -> bool:
+    kinds = text.get("layer_types") or ()
+    return "conv" in kinds or "short_conv" in kinds or _model_type(text).startswith(_SHORT_CONVOLUTION)
 
 
 def is_hybrid(text: dict[str, Any]) -> bool:
-    return "linear_attention" in (text.get("layer_types") or ()) or "full_attention_interval" in text
+    """Whether some layers keep a state instead of keys and values: linear attention or a state space model."""
+    kinds = text.get("layer_types") or text.get("layers_block_type") or ()
+    named = ("full_attention_interval", "linear_attn_config", "hybrid_override_pattern", "mamba_d_state")
+    return "linear_attention" in kinds or "mamba" in kinds or any(text.get(name) for name in named)
+
+
+def _model_type(text: dict[str, Any]) -> str:
+    return str(text.get("model_type", ""))

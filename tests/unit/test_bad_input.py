@@ -71,6 +71,7 @@ CASES = {
     "hidden states": Case("does not support hidden states", ["--enable-return-hidden-states"]),
     "hidden states mode": Case("does not support hidden states", ["--return-hidden-states-mode", "last"]),
     "watermark": Case("does not support --enable-watermark", ["--enable-watermark"]),
+    "ReplaySSM": Case("does not support ReplaySSM", ["--enable-linear-replayssm-spec"]),
     "unknown flag": Case("unrecognized arguments: --no-such-flag", ["--no-such-flag"]),
     "bad overrides": Case("", ["--json-model-override-args", "{"]),
 }

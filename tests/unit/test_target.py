@@ -21,6 +21,13 @@ QWEN35 = {
     "model_type": "qwen3_5",
     "text_config": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
 }
+QWEN3_NEXT = {"model_type": "qwen3_next", "full_attention_interval": 4}
+QWEN35_MOE = {"model_type": "qwen3_5_moe_text", "full_attention_interval": 4}
+NEMOTRON_H = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-"}
+FALCON_H1 = {"model_type": "falcon_h1", "mamba_d_state": 256}
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+LFM2_VL = {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2", "layer_types": ["short_conv"]}}
+ZAYA = {"model_type": "zaya"}
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
 
 
@@ -43,7 +50,20 @@ def test_mla_is_refused(cpu):
         check_target(DEEPSEEK, cpu)
 
 
-def test_hybrids_start_with_a_warning(caplog):
+@pytest.mark.parametrize("config", [LFM2, LFM2_VL, ZAYA])
+def test_short_convolutions_are_refused(config):
+    with pytest.raises(DDTreeError, match="short convolutions"):
+        check_target(config, cpu=False)
+
+
+@pytest.mark.parametrize("config", [QWEN3_NEXT, QWEN35_MOE, NEMOTRON_H, FALCON_H1])
+def test_hybrids_without_an_engine_test_start_with_a_warning(config, caplog):
+    with caplog.at_level("WARNING"):
+        check_target(config, cpu=False)
+    assert "not verified yet" in caplog.text
+
+
+def test_hybrids_with_one_start_without(caplog):
     with caplog.at_level("WARNING"):
         check_target(QWEN35, cpu=False)
-    assert "not verified yet" in caplog.text
+    assert not caplog.text
