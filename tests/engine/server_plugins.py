@@ -14,6 +14,12 @@ PLUGINS = str(Path(__file__).parent / "plugins")
 #: SGLang's GPU code paths in Triton's interpreter.
 INTERPRETER = {"TRITON_INTERPRET": "1", "SGLANG_PLATFORM": "ddtree_interpreter", "PYTHONPATH": PLUGINS}
 
+#: A small pool, one program per head and request in decode attention, nothing to warm up: all of it costs time here.
+INTERPRETER_FLAGS = (
+    *("--dtype", "float32", "--skip-tokenizer-init", "--random-seed", "1", "--max-total-tokens", "2048"),
+    *("--max-running-requests", "8", "--skip-server-warmup", "--triton-attention-num-kv-splits", "1"),
+)
+
 
 def recorder(directory: Path) -> dict[str, str]:
     """``ddtree_recorder`` with a new directory to write to."""

@@ -15,16 +15,14 @@ import random_hybrid
 import random_models
 import torch
 from engines import STRICT, assert_equal, log_has, request, wait_until
-from server_plugins import INTERPRETER, joined, recorded, recorder
+from server_plugins import INTERPRETER, INTERPRETER_FLAGS, joined, recorded, recorder
 
 from sglang_ddtree.bench.lossless import Question, acceptance_length, generate
 
 #: Of each answer, with the prompts' lengths: one is long enough to have many commits, the others share its batches.
 LENGTHS, TOKENS = (7, 70, 131), (68, 24, 24)
-#: A small pool, one program per head and request in decode attention, nothing to warm up: all of it costs time here.
 FLAGS = (
-    *("--dtype", "float32", "--skip-tokenizer-init", "--random-seed", "1", "--max-total-tokens", "2048"),
-    *("--max-running-requests", "8", "--skip-server-warmup", "--triton-attention-num-kv-splits", "1"),
+    *INTERPRETER_FLAGS,
     # So that a state is cached while a request decodes: one for each 64 tokens.
     *("--max-mamba-cache-size", "60", "--mamba-track-interval", "64"),
 )

@@ -9,16 +9,11 @@ from __future__ import annotations
 import pytest
 import random_models
 from engines import STRICT, assert_equal, log_has
-from server_plugins import INTERPRETER, joined
+from server_plugins import INTERPRETER, INTERPRETER_FLAGS, joined
 
 from sglang_ddtree.bench.lossless import acceptance_length, generate_all
 
 TOKENS = 20
-#: A small pool, one program per head and request in decode attention, nothing to warm up: all of it costs time here.
-FLAGS = (
-    *("--dtype", "float32", "--skip-tokenizer-init", "--random-seed", "1", "--max-total-tokens", "2048"),
-    *("--max-running-requests", "8", "--skip-server-warmup", "--triton-attention-num-kv-splits", "1"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +28,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(models):
     target, _ = models
-    return ["--model-path", str(target), *FLAGS]
+    return ["--model-path", str(target), *INTERPRETER_FLAGS]
 
 
 @pytest.fixture(scope="module")

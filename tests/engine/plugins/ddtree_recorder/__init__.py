@@ -5,7 +5,6 @@ there:
 
 - ``states``: while it exists, each request's committed states of a hybrid target are saved as
   ``states-PROMPT-LENGTH.pt``;
-- ``drafts``: while it exists, the drafter's hidden states are saved as ``drafts-PROMPT-LENGTH.pt``;
 - ``fault``: holds the name of a fault (see ``faults.py``), which is then in force.
 
 PROMPT is a hash of the prompt's tokens, LENGTH the tokens in the cache.
@@ -21,10 +20,9 @@ from pathlib import Path
 
 def register() -> None:
     if "DDTREE_RECORD" in os.environ:
-        from ddtree_recorder import drafts, faults, states
+        from ddtree_recorder import faults, states
 
         states.register()
-        drafts.register()
         faults.register()
 
 
