@@ -190,7 +190,9 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
             lens = prefix[requests]
             kv = int(lens.max()) + q
             columns = lens.unsqueeze(1) + torch.arange(q)  # [n, q]: where the block's own columns lie
-            k_pos = torch.arange(kv).repeat(n, 1).scatter_(1, columns, positions[requests])
+            # The prefix ends before the first of the block; a compact draft cache holds its last tokens only.
+            first = (positions[requests, 0] - lens).unsqueeze(1)
+            k_pos = (first + torch.arange(kv)).scatter_(1, columns, positions[requests])
             before = (torch.arange(kv) < lens.unsqueeze(1)).unsqueeze(1).expand(n, q, kv)
             at = columns.unsqueeze(1).expand(n, q, q)
             causal = before.clone().scatter_(2, at, block[requests])

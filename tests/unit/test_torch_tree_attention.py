@@ -131,6 +131,26 @@ def test_tree_verification_sees_prefix_and_ancestors_only(prefix, window, logit_
     torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("prefix", [[5], [3, 60, 1, 22]])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("window", [3, 9])
+def test_sliding_layers_over_a_compact_draft_cache(prefix, bidirectional, window):
+    """``--speculative-draft-window-size``: the columns are the last tokens before the block, not the first ones."""
+    generator = torch.Generator().manual_seed(5)
+    bs, width, dropped = len(prefix), 6, 40
+    backend, layer = make_backend(generator, bs), make_layer(bidirectional, window)
+    spec = SimpleNamespace(draft_token_num=width, custom_mask=None)
+    block = torch.ones(width, width, dtype=torch.bool)
+    block = block if bidirectional else block.tril()
+    columns = [dropped + torch.arange(p + width) for p in prefix]
+    node_positions = torch.cat([c[-width:] for c in columns])
+    batch = make_batch("target_verify", backend, prefix, [width] * bs, spec, node_positions)
+    q, out = run(backend, batch, layer, bs * width, generator)
+    visible = [torch.cat((torch.ones(width, p, dtype=torch.bool), block), 1) for p in prefix]
+    want = reference(backend, q, batch, prefix, [width] * bs, visible, layer, columns)
+    torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("prefix", [[5], [7, 7], [3, 60, 1, 22]])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_chain_block_is_causal_or_fully_visible_by_layer(prefix, bidirectional):
