@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,9 +120,28 @@ def test_the_settings_before_the_end_of_serving_are_kept(tmp_path, monkeypatch, 
     assert "| s | yes |" in (tmp_path / "served.md").read_text() or not passed
 
 
-def test_no_server_starts_when_the_time_is_over(tmp_path):
+def test_no_server_starts_when_the_time_is_over(tmp_path, monkeypatch):
+    """The clock passes the end while the third server runs: it is let end, the fourth does not start."""
+    clock, started = [0.0], []
+
+    @contextlib.contextmanager
+    def running(arguments, **kwargs):
+        started.append("DDTREE" in arguments)
+        clock[0] += 10.0
+        yield SimpleNamespace(start_seconds=10.0)
+
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(serve, "running", running)
+    monkeypatch.setattr(serve, "ask", lambda *args: answer([1, 2, 3]))
+    monkeypatch.setattr(serve.lossless, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(serve.lossless, "questions", lambda tokenizer, count: ["?"] * count)
+    options = {"device": "cuda", "budget": 8, "prompts": 2, "tokens": 3, "logs": tmp_path, "say": lambda text: None}
+    rows = serve.check_served(Path("m"), Path("d"), **options, until=25.0)
+    assert [next(rows)["setting"], next(rows)["setting"]] == ["float32, triton, eager", "float32, triton, CUDA graphs"]
+    assert started == [False, True, True]
     with pytest.raises(serve.OutOfTime):
-        serve.answers([], [], 1, "late", tmp_path, print, until=0.0)
+        next(rows)
+    assert len(started) == 3
 
 
 @pytest.mark.parametrize("name", ["tokens", "mask", "full mask", "bit rows", "accepted", "bonus"])
