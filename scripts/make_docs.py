@@ -14,18 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sglang_ddtree import flags, hooks, state_memory
+from sglang_ddtree import flags, hooks, mask_memory, memory_report, state_memory
 from sglang_ddtree.cli import build_parser
+from sglang_ddtree.memory_report import Rows, table
 from sglang_ddtree.patching import series
 
 ROOT = Path(__file__).parents[1]
-Rows = list[tuple[str, ...]]
-
-
-def table(head: tuple[str, ...], rows: Rows) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def flag_rows(of: tuple[flags.Flag, ...], join: str) -> Rows:
@@ -131,9 +125,26 @@ def state_fit_table() -> str:
     return table(("machine", "states in", "GiB free a GPU", *(f"width {width}" for width in WIDTHS)), rows)
 
 
+#: The sizes that docs/gpu.md is about; heads of a dense 8B model.
+LARGE = mask_memory.Shape(requests=48, width=65, context=262144, graphs=memory_report.captured_sizes(48))
+
+
+def mask_table() -> str:
+    return table(*memory_report.flashinfer_table(LARGE, block_size=16))
+
+
+def other_mask_table() -> str:
+    return table(*memory_report.other_table(LARGE))
+
+
+def mask_limit_table() -> str:
+    return table(*memory_report.limit_table((16, 32, 64, 128, 256), (40960, 131072, 262144)))
+
+
 def with_tables(text: str) -> str:
     """A page with the tables between its ``<!-- made: NAME -->`` and ``<!-- end -->`` lines renewed."""
     makers = {"hooks": hook_table, "patches": patch_table, "states": state_table, "states_fit": state_fit_table}
+    makers |= {"masks": mask_table, "other_masks": other_mask_table, "mask_limit": mask_limit_table}
     return re.sub(
         r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)",
         lambda found: found[1] + makers[found[2]]() + found[3],

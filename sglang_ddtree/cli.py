@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NoReturn
 
-from sglang_ddtree import __version__, flags
+from sglang_ddtree import __version__, flags, memory_report
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.patching import cli as patching
 
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except DDTreeError as error:
             print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
             return 2
+    if options.command == "memory":
+        return memory_report.run(options, parser)
     if (options.model is None) != (options.drafter is None):
         parser.error("give --model and --drafter together")
 
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--port", type=int, default=30000, help="the port to serve on (default %(default)s)")
     doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
     patching.add_parser(commands)
+    memory_report.add_parser(commands)
     return parser
 
 

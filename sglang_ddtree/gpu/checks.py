@@ -1,6 +1,7 @@
 """Check DDTREE on a GPU: kernels, CUDA graphs, time, and a served model.
 
-    python scripts/gpu_check.py                          # everything, a few minutes
+    python scripts/gpu_check.py                          # everything; serve starts nine servers
+    python scripts/gpu_check.py --minutes 10             # and starts nothing new after ten minutes
     python scripts/gpu_check.py --parts kernels replay   # needs torch and Triton only, no network
     python scripts/gpu_check.py --parts serve --model DIR --drafter DIR
 
@@ -12,14 +13,15 @@ serve:   DDTREE against plain decoding with the triton and flashinfer backends, 
          the tokens must be the same; in bfloat16 they may part at near-ties only. Without --model this is the demo
          model, which comes from PyPI. Needs SGLang and this package installed.
 
-Writes NAME.json and NAME.md into the output directory. A part that cannot run is named with its reason. Exit status 1
-when a part fails, 2 when nothing can be checked.
+Writes NAME.json and NAME.md into the output directory, anew after every part: what is done stays when the rest is cut
+off. A part that cannot run is named with its reason. Exit status 1 when a part fails, 2 when nothing can be checked.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -65,9 +67,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--serve-budget", type=int, default=32, metavar="N", help="DDTREE's budget (%(default)s)")
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="asked of each server (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="per answer (%(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="start no part and no server after this; one that runs is let end"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results", metavar="DIR")
     parser.add_argument("--name", metavar="NAME", help="of the files (default: gpu-NAME_OF_THE_GPU-DATE)")
     options = parser.parse_args(argv)
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error("--minutes must be above 0")
+    options.until = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     numbers = [options.trees, options.replays, options.repeats, options.prompts, options.tokens, *options.batch_sizes]
     if min(numbers) < 1:
         parser.error("counts and batch sizes must be at least 1")
@@ -96,12 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": " ".join(["scripts/gpu_check.py", *(argv or sys.argv[1:])]),
         "machine": report.facts(options),
     }
-    found["parts"] = {part: run_part(runners[part], part, options) for part in PARTS if part in options.parts}
-    path = report.write(found, options.out, options.name)
+    found["parts"] = {}
+    for part in (part for part in PARTS if part in options.parts):
+        found["parts"][part] = run_part(runners[part], part, options)
+        path = report.write(found, options.out, options.name)
     print(report.markdown(found))
     say(f"written: {path} and {path.with_suffix('.md').name}")
     states = [result["status"] for result in found["parts"].values()]
-    return 1 if "failed" in states else 2 if set(states) == {"not run"} else 0
+    return 1 if "failed" in states else 0 if "passed" in states else 2
 
 
 def run_part(run: Callable[[argparse.Namespace], Result], name: str, options: argparse.Namespace) -> Result:
@@ -109,15 +119,22 @@ def run_part(run: Callable[[argparse.Namespace], Result], name: str, options: ar
     say(f"{name} ...")
     begin = time.monotonic()
     try:
+        if begin > options.until:
+            raise NotRun(f"the {options.minutes:g} minutes were over")
         result = run(options)
     except NotRun as error:
         result = {"status": "not run", "reason": str(error)}
     except Exception as error:
-        text = re.sub(r"\s+", " ", str(error))
-        result = {"status": "failed", "reason": f"{type(error).__name__}: {text[-600:]}"}
+        result = {"status": "failed", "reason": reason(error)}
     result["seconds"] = round(time.monotonic() - begin, 1)
     say(f"{name}: {result['status']} {result.get('reason', '')}")
     return result
+
+
+def reason(error: Exception) -> str:
+    """The end of an error's text on one line."""
+    text = re.sub(r"\s+", " ", str(error))
+    return f"{type(error).__name__}: {text[-600:]}"
 
 
 def check_kernels(options: argparse.Namespace) -> Result:
@@ -153,7 +170,7 @@ def check_serve(options: argparse.Namespace) -> Result:
     if importlib.util.find_spec("sglang") is None:
         raise NotRun("SGLang is not installed")
     from sglang_ddtree.bench.compare import stop_on_signals
-    from sglang_ddtree.gpu.serve import check_served
+    from sglang_ddtree.gpu.serve import OutOfTime, check_served
 
     stop_on_signals(say)
     model = options.model
@@ -161,20 +178,32 @@ def check_serve(options: argparse.Namespace) -> Result:
         from sglang_ddtree.demo.model import prepare_target
 
         model = prepare_target()
-    rows = []
-    for row in check_served(
-        model,
-        options.drafter,
-        device=options.device,
-        budget=options.serve_budget,
-        prompts=options.prompts,
-        tokens=options.tokens,
-        logs=Path(tempfile.gettempdir()) / f"gpu-checks-{os.getpid()}",
-        say=say,
-    ):
-        rows.append(row)
-        say(f"{row['setting']}: {row['identical']} of {row['answers']} identical, {row['differences']}")
-    return {"status": "passed" if all(row["passed"] for row in rows) else "failed", "rows": rows}
+    rows: list[Result] = []
+    ended: Result = {}
+    try:
+        for row in check_served(
+            model,
+            options.drafter,
+            device=options.device,
+            budget=options.serve_budget,
+            prompts=options.prompts,
+            tokens=options.tokens,
+            logs=Path(tempfile.gettempdir()) / f"gpu-checks-{os.getpid()}",
+            say=say,
+            until=options.until,
+        ):
+            rows.append(row)
+            say(f"{row['setting']}: {row['identical']} of {row['answers']} identical, {row['differences']}")
+    except OutOfTime:
+        ended = {
+            "status": "not finished",
+            "reason": f"the {options.minutes:g} minutes were over after {len(rows)} rows",
+        }
+    except Exception as error:
+        # The settings before it have been checked.
+        ended = {"status": "failed", "reason": reason(error)}
+    passed = all(row["passed"] for row in rows)
+    return {**(ended or {"status": "passed"}), **({} if passed else {"status": "failed"}), "rows": rows}
 
 
 def kernel_device(options: argparse.Namespace) -> Any:
@@ -186,8 +215,8 @@ def kernel_device(options: argparse.Namespace) -> Any:
     return torch.device(options.device)
 
 
-def refuse(reason: str) -> int:
-    print(f"gpu_check.py: {reason}", file=sys.stderr)
+def refuse(why: str) -> int:
+    print(f"gpu_check.py: {why}", file=sys.stderr)
     return 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from sglang_ddtree.bench.server import Server, running
 #: Where the answers part, plain decoding's two best tokens may be so far apart in log-probability. In float32 they must
 #: not part at all; in bfloat16 sums of another order turn near-ties, and a wrong mask or position gives larger gaps.
 GAPS = {"float32": 0.0, "bfloat16": 0.5}
+
+
+class OutOfTime(Exception):
+    """No server is started any more."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,15 @@ def check_served(
     tokens: int,
     logs: Path,
     say: Callable[[str], None],
+    until: float,
 ) -> Iterator[dict[str, Any]]:
     """One row per setting: how many answers are plain decoding's, where and how widely others part, acceptance.
 
+    Args:
+        until: of the monotonic clock; no server starts after it.
+
     Raises:
+        OutOfTime: it is past ``until``.
         ServerError: a server did not start.
     """
     asked = lossless.questions(lossless.load_tokenizer(model), prompts)
@@ -80,14 +90,30 @@ def check_served(
     for setting in settings(device):
         key = setting.dtype, setting.backend
         if key not in plain:
-            plain[key] = answers(flags(setting, model, None, budget), asked, tokens, f"AR {setting.name}", logs, say)
-        got = answers(flags(setting, model, drafter, budget), asked, tokens, f"DDTREE {setting.name}", logs, say)
+            plain[key] = answers(
+                flags(setting, model, None, budget), asked, tokens, f"AR {setting.name}", logs, say, until
+            )
+        got = answers(flags(setting, model, drafter, budget), asked, tokens, f"DDTREE {setting.name}", logs, say, until)
         yield {"setting": setting.name, **judge(plain[key], got, GAPS[setting.dtype])}
 
 
 def answers(
-    arguments: Sequence[str], asked: Sequence[Question], tokens: int, name: str, logs: Path, say: Callable[[str], None]
+    arguments: Sequence[str],
+    asked: Sequence[Question],
+    tokens: int,
+    name: str,
+    logs: Path,
+    say: Callable[[str], None],
+    until: float,
 ) -> list[Answer]:
+    """What one server says; it is stopped again.
+
+    Raises:
+        OutOfTime: it is past ``until``.
+        ServerError: it did not start.
+    """
+    if time.monotonic() > until:
+        raise OutOfTime
     log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', name)}.log"
     say(f"{name}: starting, log {log}")
     with running(arguments, log=log, timeout=900) as server, ThreadPoolExecutor(4) as pool:

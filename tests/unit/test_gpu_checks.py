@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ CPU = torch.device("cpu")
         (["--trees", "0"], "at least 1"),
         (["--budgets", "257"], "between 1 and 256"),
         (["--serve-budget", "0"], "between 1 and 256"),
+        (["--minutes", "0"], "--minutes must be above 0"),
         (["--model", "/nowhere"], "--model /nowhere is no model directory"),
         (["--drafter", "/nowhere"], "--drafter /nowhere is no drafter directory"),
     ],
@@ -73,6 +76,72 @@ def test_a_failing_part_fails_the_script_and_not_the_others(tmp_path, monkeypatc
     parts = json.loads((tmp_path / "failing.json").read_text())["parts"]
     assert parts["kernels"]["reason"] == "Mismatch: tokens differs in 1 places first at [0, 1]"
     assert parts["replay"]["status"] == "passed"
+
+
+def test_what_is_done_is_written_before_the_next_part(tmp_path, monkeypatch):
+    """A session that is cut off in its second part leaves the first."""
+
+    def cut_off(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks, "take_times", cut_off)
+    arguments = ["--device", "cpu", "--parts", "replay", "timing", "--replays", "1", "--batch-sizes", "2"]
+    with pytest.raises(KeyboardInterrupt):
+        checks.main([*arguments, "--budgets", "8", "--out", str(tmp_path), "--name", "cut"])
+    parts = json.loads((tmp_path / "cut.json").read_text())["parts"]
+    assert parts["replay"]["status"] == "passed" and "timing" not in parts
+
+
+def test_no_part_starts_when_the_minutes_are_over(tmp_path):
+    arguments = ["--device", "cpu", "--parts", "replay", "serve", "--minutes", "1e-9", "--out", str(tmp_path)]
+    assert checks.main([*arguments, "--name", "late"]) == 2
+    parts = json.loads((tmp_path / "late.json").read_text())["parts"]
+    assert all(part["status"] == "not run" and "minutes were over" in part["reason"] for part in parts.values())
+
+
+@pytest.mark.parametrize("end", ["time", "fault", "none"])
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_settings_before_the_end_of_serving_are_kept(tmp_path, monkeypatch, end, passed):
+    row = {"setting": "s", "passed": passed, "identical": 8, "answers": 8, "acceptance": 2.0, "differences": []}
+
+    def served(*args, until, **kwargs):
+        yield row
+        if end != "none":
+            raise serve.OutOfTime if end == "time" else RuntimeError("server\ngone")
+
+    monkeypatch.setattr(serve, "check_served", served)
+    arguments = ["--device", "cpu", "--parts", "serve", "--model", str(checks.DRAFTER), "--minutes", "5"]
+    code = checks.main([*arguments, "--out", str(tmp_path), "--name", "served"])
+    part = json.loads((tmp_path / "served.json").read_text())["parts"]["serve"]
+    kept = {"time": "not finished", "fault": "failed", "none": "passed"}[end] if passed else "failed"
+    assert part["status"] == kept and part["rows"] == [row]
+    assert code == {"failed": 1, "not finished": 2, "passed": 0}[kept]
+    assert ("reason" in part) == (end != "none")
+    assert "| s | yes |" in (tmp_path / "served.md").read_text() or not passed
+
+
+def test_no_server_starts_when_the_time_is_over(tmp_path, monkeypatch):
+    """The clock passes the end while the third server runs: it is let end, the fourth does not start."""
+    clock, started = [0.0], []
+
+    @contextlib.contextmanager
+    def running(arguments, **kwargs):
+        started.append("DDTREE" in arguments)
+        clock[0] += 10.0
+        yield SimpleNamespace(start_seconds=10.0)
+
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(serve, "running", running)
+    monkeypatch.setattr(serve, "ask", lambda *args: answer([1, 2, 3]))
+    monkeypatch.setattr(serve.lossless, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(serve.lossless, "questions", lambda tokenizer, count: ["?"] * count)
+    options = {"device": "cuda", "budget": 8, "prompts": 2, "tokens": 3, "logs": tmp_path, "say": lambda text: None}
+    rows = serve.check_served(Path("m"), Path("d"), **options, until=25.0)
+    assert [next(rows)["setting"], next(rows)["setting"]] == ["float32, triton, eager", "float32, triton, CUDA graphs"]
+    assert started == [False, True, True]
+    with pytest.raises(serve.OutOfTime):
+        next(rows)
+    assert len(started) == 3
 
 
 @pytest.mark.parametrize("name", ["tokens", "mask", "full mask", "bit rows", "accepted", "bonus"])

@@ -23,7 +23,7 @@ def test_syntax(script):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["env.sh", "demo.sh", "test.sh"])
+@pytest.mark.parametrize("name", ["env.sh", "demo.sh", "test.sh", "carry.sh"])
 def test_help_and_mode(name):
     script = ROOT / "scripts" / name
     assert os.access(script, os.X_OK)

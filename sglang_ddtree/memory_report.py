@@ -1,0 +1,128 @@
+"""``sglang-ddtree memory``: the sizes of ``mask_memory`` as tables, for one shape."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_ddtree import mask_memory
+from sglang_ddtree.config import MAX_BUDGET
+from sglang_ddtree.mask_memory import Buffer, Shape
+
+Rows = list[tuple[str, ...]]
+
+
+def captured_sizes(largest: int) -> int:
+    """How many batch sizes SGLang captures up to ``largest`` under speculative decoding, unless told otherwise.
+
+    As ``arg_groups/cuda_graph_hook.py: generate_decode_cuda_graph_batch_sizes``.
+    """
+    sizes = {*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, largest + 1, 16)}
+    return len({size for size in sizes if size < largest} | {largest})
+
+
+def flashinfer_table(shape: Shape, block_size: int) -> tuple[tuple[str, ...], Rows]:
+    """Head and rows: every buffer of the FlashInfer backend as released, with patch 0004, with tree attention."""
+    columns = []
+    for mask in ("bytes", "bits", "tree"):
+        ours = mask_memory.trees(shape)
+        columns.append(
+            [
+                *mask_memory.flashinfer(shape, mask),
+                *ours,
+                *mask_memory.flashinfer_drafter(shape, block_size, patched=mask == "bits"),
+            ]
+        )
+    head = ("buffer", "dtype and shape", "there", "SGLang 0.5.23", "with patch 0004", "tree attention")
+    return head, _side_by_side(columns)
+
+
+def other_table(shape: Shape) -> tuple[tuple[str, ...], Rows]:
+    """Head and rows: the Triton backend, and FA3 and FA4."""
+    columns = [
+        [*mask_memory.triton(shape), *mask_memory.trees(shape)],
+        [*mask_memory.flash_attention(shape), *mask_memory.trees(shape)],
+    ]
+    return ("buffer", "dtype and shape", "there", "`triton`", "`fa3`, `fa4`"), _side_by_side(columns)
+
+
+def limit_table(budgets: Sequence[int], contexts: Sequence[int]) -> tuple[tuple[str, ...], Rows]:
+    """Head and rows: the largest batch whose stock masks FlashInfer can address."""
+    rows = [
+        (str(budget), *(str(mask_memory.most_requests_with_stock_mask(budget + 1, context)) for context in contexts))
+        for budget in budgets
+    ]
+    return ("budget", *(f"context {context:,}" for context in contexts)), rows
+
+
+def size(count: int) -> str:
+    """Bytes as text."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}" if count < 10 * unit else f"{count / unit:.0f} {name}"
+    return f"{count} B"
+
+
+def _side_by_side(columns: Sequence[Sequence[Buffer]]) -> Rows:
+    """One row per buffer and the sums; the target's first, and what is there from the start before what is not."""
+    found_kinds = dict.fromkeys((each.name, each.layout, each.step) for column in columns for each in column)
+    kinds = sorted(found_kinds, key=lambda kind: (kind[0].startswith("drafter"), kind[2]))
+    rows: Rows = []
+    for name, layout, step in kinds:
+        cells = []
+        for column in columns:
+            found = [each.bytes for each in column if (each.name, each.layout, each.step) == (name, layout, step)]
+            cells.append(size(sum(found)) if found else "-")
+        rows.append((name, layout, "step" if step else "start", *cells))
+    for step, name in ((False, "from the start"), (True, "in a step, besides")):
+        sums = [mask_memory.total(each for each in column if each.step == step) for column in columns]
+        rows.append((f"**{name}**", "", "", *(f"**{size(count)}**" for count in sums)))
+    return rows
+
+
+def add_parser(commands: Any) -> None:
+    """``memory`` on the command line of ``sglang-ddtree``."""
+    parser = commands.add_parser("memory", help="memory of masks, indices and plans for a batch, width and context")
+    parser.add_argument("--requests", type=int, default=48, metavar="N", help="largest captured batch (%(default)s)")
+    parser.add_argument("--budget", type=int, default=64, metavar="N", help="tree nodes below the root (%(default)s)")
+    parser.add_argument("--context", type=int, default=40960, metavar="N", help="context length (%(default)s)")
+    parser.add_argument("--page-size", type=int, default=1, metavar="N", help="SGLang's (%(default)s)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="the drafter's (%(default)s)")
+    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads on one GPU (%(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a value (%(default)s)")
+
+
+def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print the tables as Markdown; 0."""
+    numbers = (options.requests, options.context, options.page_size, options.block_size, options.heads)
+    if min(*numbers, options.head_dim) < 1:
+        parser.error("all numbers must be at least 1")
+    if not 1 <= options.budget <= MAX_BUDGET:
+        parser.error(f"--budget must be between 1 and {MAX_BUDGET}")
+    shape = Shape(
+        requests=options.requests,
+        width=options.budget + 1,
+        context=options.context,
+        graphs=captured_sizes(options.requests),
+        page_size=options.page_size,
+        heads=options.heads,
+        value_dim=options.head_dim,
+    )
+    print(f"bs {shape.requests}, Q {shape.width}, ctx {shape.context:,}; {shape.graphs} captured batch sizes.")
+    for name, (head, rows) in (
+        ("flashinfer", flashinfer_table(shape, options.block_size)),
+        ("triton, fa3, fa4", other_table(shape)),
+    ):
+        print(f"\n{name}:\n\n{table(head, rows)}")
+    most = mask_memory.most_requests_with_stock_mask(shape.width, shape.context)
+    fits = mask_memory.stock_mask_fits(shape.requests, shape.width, shape.context)
+    verdict = "fits" if fits else "DOES NOT FIT: wrong masks without an error"
+    print(f"\nFlashInfer's stock mask {verdict}; at this width and context it does up to {most} requests.")
+    return 0
+
+
+def table(head: tuple[str, ...], rows: Rows) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
