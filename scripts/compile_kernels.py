@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compile the Triton kernels for sm_86, sm_90 and sm_120 without a GPU, and print what each variant takes.
+"""Compile the Triton kernels for sm_80, sm_86, sm_90, sm_100 and sm_120 without a GPU; print what each variant takes.
 
     $(scripts/env.sh)/bin/python scripts/compile_kernels.py
     $(scripts/env.sh)/bin/python scripts/compile_kernels.py --arch 90 --budgets 64 256
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=[86, 90, 120], metavar="SM")
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 86, 90, 100, 120], metavar="SM")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], metavar="N")
     options = parser.parse_args()
     if not all(1 <= budget <= 256 for budget in options.budgets):

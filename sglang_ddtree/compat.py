@@ -238,6 +238,8 @@ CONTRACT: tuple[Name, ...] = (
         signature="self new_accepted_len",
         attributes="output_ids grammar finished",
     ),
+    Name("sglang.srt.managers.schedule_batch:Req.extend_image_inputs", "hooks.py", signature="self image_inputs"),
+    Name("sglang.srt.managers.schedule_batch:Req.set_finish_with_abort", "hooks.py", passes="error_msg"),
     Name(
         _KERNELS + ".cache_locs:assign_extend_cache_locs_uniform_func",
         "worker.py",

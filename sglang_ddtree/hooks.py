@@ -181,6 +181,13 @@ def _unsupported_request(original: Callable[..., str | None], req: Any, *args: A
     return None
 
 
+def _refuse_media(original: Callable[..., None], req: Any, *args: Any, **kwargs: Any) -> None:
+    # First SGLang's own, so that the request owns what its abort releases.
+    original(req, *args, **kwargs)
+    if _ddtree_is_running():
+        req.set_finish_with_abort("images, audio and video are not supported with DDTREE: leave them out.")
+
+
 def _sampling_mask_support(original: Callable[..., str | None], *args: Any, **kwargs: Any) -> str | None:
     if not _ddtree_is_running():
         return original(*args, **kwargs)
@@ -270,6 +277,13 @@ ENGINE = (
         "around",
         "a request with min_p ends a server with deterministic inference, as it does in plain SGLang; it gets an error "
         "instead",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.extend_image_inputs",
+        _refuse_media,
+        "around",
+        "media have positions of their own, and trees over them have not been shown to be right; such a request gets "
+        "an error instead of an unchecked answer",
     ),
     Hook(
         "sglang.srt.layers.sampler.Sampler._sample_from_probs",

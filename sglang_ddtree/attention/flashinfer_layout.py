@@ -1,119 +1,136 @@
-"""How FlashInfer's FA2 prefill kernels read a mask, in torch: the reference for both ways to verify a tree there.
+"""FlashInfer's packed custom mask in torch: how it is laid out, and how its kernels find a bit.
 
-Stock masks (``custom_mask``) are packed to one bit per query and key, in FlashInfer 0.7.2
-(``include/flashinfer/attention/variants.cuh: DefaultAttention``, ``prefill.py: plan``):
+A reference for tests; FlashInfer is not imported. What it follows, in flashinfer-python 0.7.2:
+``quantization/packbits.py`` (``segment_packbits`` with ``"little"``), ``prefill.py`` (``plan``) and
+``data/include/flashinfer/attention/variants.cuh`` (``LogitsMask`` of the default variant).
 
-- request after request; a request starts on a byte, its rows do not: row ``q`` starts at bit ``q * kv_len``;
-- bit 0 of a byte is its first element;
-- the kernel's ``mask_indptr`` counts bytes and is int32; ``plan`` computes one in elements first, int32 too;
-- a page's unused tail has no columns: ``kv_len = (pages - 1) * page_size + last_page_len``.
-
-Tree bits (``flashinfer_tree.cuh``, ours) have one row of ``ceil(Q / 32)`` words per node and none of the prefix.
-
-Nothing here runs in a server. Host-side; no FlashInfer or SGLang is needed.
+- Unpacked, a mask is flat: per request row-major ``[qo_len, kv_len]``, requests one after the other.
+- Packed, eight elements make a byte, the first in the lowest bit. Every request starts on a byte; rows do not, so that
+  element ``(q, kv)`` of a request is bit ``q * kv_len + kv`` counted from the request's first byte.
+- The index pointer that the kernels read counts bytes and is int32. ``plan`` makes one that counts elements first, and
+  leaves it so when it is given a packed mask only: then the kernels read the wrong bits of all requests but the first
+  (FlashInfer PR #2201).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
-INT32_MAX = 2**31 - 1
+#: The index pointer of elements is int32 in ``plan``, even where bytes are what counts in the end.
+MAX_ELEMENTS = 2**31 - 1
 
 
-def kv_len(pages: int, page_size: int, last_page_len: int) -> int:
-    """Keys of one request, as ``get_seq_lens`` counts them; 0 pages hold none."""
-    return (pages - 1) * page_size + last_page_len if pages else 0
+class MaskTooLarge(ValueError):
+    """The mask has more elements than FlashInfer's int32 index pointer can count; in ``plan`` it wraps unnoticed."""
 
 
-def element_starts(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
-    """``bs + 1`` offsets into the flat bool mask: ``plan``'s ``mask_indptr`` before packing.
-
-    Raises:
-        ValueError: the last one does not fit the int32 in which FlashInfer keeps it; it would wrap around silently.
-    """
-    starts = [0]
-    for q_len, length in zip(q_lens, kv_lens, strict=True):
-        starts.append(starts[-1] + q_len * length)
-    if starts[-1] > INT32_MAX:
-        raise ValueError(f"the mask has {starts[-1]} elements, FlashInfer counts up to {INT32_MAX}")
-    return starts
-
-
-def byte_starts(q_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
-    """``bs + 1`` offsets into the packed mask: the ``mask_indptr`` that the kernel reads.
-
-    Raises:
-        ValueError: as :func:`element_starts`, which FlashInfer computes on the way.
-    """
-    element_starts(q_lens, kv_lens)
-    starts = [0]
-    for q_len, length in zip(q_lens, kv_lens, strict=True):
-        starts.append(starts[-1] + -(-q_len * length // 8))
-    return starts
-
-
-def pack(mask: torch.Tensor, q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
-    """``segment_packbits(mask, element_starts, "little")``.
+def element_indptr(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
+    """Where every request's mask starts in the flat one.
 
     Args:
-        mask: bool ``[>= sum(q_len * kv_len)]``; what is beyond that is not looked at.
+        qo_lens: rows per request (in a tree its width ``Q``), not negative.
+        kv_lens: columns per request (prefix and tree), not negative.
 
     Returns:
-        uint8 ``[byte_starts[-1]]``.
+        int32 ``[bs + 1]``, in elements.
 
     Raises:
-        ValueError: ``mask`` is shorter than the requests need (FlashInfer reads beyond its end), or too long for int32.
+        MaskTooLarge: ``sum(qo_len * kv_len)`` is 2^31 or more.
+        ValueError: the lists differ in length, or a length is negative.
     """
-    starts = element_starts(q_lens, kv_lens)
-    if mask.numel() < starts[-1]:
-        raise ValueError(f"the mask has {mask.numel()} elements, these requests need {starts[-1]}")
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.int32)
+    return _int32_indptr(_elements(qo_lens, kv_lens))
+
+
+def byte_indptr(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
+    """Where every request's mask starts in the packed one. Arguments and errors as :func:`element_indptr`.
+
+    Returns:
+        int32 ``[bs + 1]``, in bytes: what the kernels read as ``maybe_mask_indptr``.
+    """
+    return _int32_indptr([-(-count // 8) for count in _elements(qo_lens, kv_lens)])
+
+
+def pack_mask(mask: torch.Tensor, qo_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``segment_packbits(mask, element_indptr, "little")`` returns.
+
+    Args:
+        mask: bool or uint8, 1-D, at least ``sum(qo_len * kv_len)`` long; nonzero is visible. What is beyond is not
+            looked at: SGLang hands over a buffer whose length is an upper bound.
+
+    Returns:
+        uint8 ``[byte_indptr[-1]]`` with zeros in every request's unused bits, and :func:`byte_indptr`.
+
+    Raises:
+        MaskTooLarge: as :func:`element_indptr`.
+        ValueError: a wrong shape or dtype, or a mask that is too short (FlashInfer reads beyond its end).
+    """
+    counts = _elements(qo_lens, kv_lens)
+    if mask.dim() != 1 or mask.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"mask must be bool or uint8 and flat, got {mask.dtype} {tuple(mask.shape)}")
+    if mask.numel() < sum(counts):
+        raise ValueError(f"mask has {mask.numel()} elements, these lengths need {sum(counts)}")
+    weights = 2 ** torch.arange(8, device=mask.device)
     parts = []
-    for first, last in pairwise(starts):
-        bits = mask[first:last].to(torch.int32)
-        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8))
-        parts.append((bits.view(-1, 8) * weights).sum(1).to(torch.uint8))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    for segment in mask[: sum(counts)].ne(0).split(counts):
+        padded = torch.nn.functional.pad(segment, (0, -segment.numel() % 8))
+        parts.append((padded.view(-1, 8) * weights).sum(1).to(torch.uint8))
+    packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=mask.device)
+    return packed, byte_indptr(qo_lens, kv_lens).to(mask.device)
 
 
-def read_packed(packed: torch.Tensor, starts: Sequence[int], request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """What the stock kernel sees: bool ``[q_len, kv_len]``.
-
-    Args:
-        packed: uint8, the packed mask.
-        starts: the kernel's ``mask_indptr``, in bytes.
-    """
-    # base[(q * kv_len + kv) / 8] >> ((q * kv_len + kv) % 8) & 1, with base = packed + mask_indptr[request]
-    offset = torch.arange(q_len).unsqueeze(1) * kv_len + torch.arange(kv_len)
-    return (packed[starts[request] + offset // 8].to(torch.int32) >> (offset % 8)) & 1 != 0
-
-
-def read_tree_bits(
-    bits: torch.Tensor, q_indptr: Sequence[int], request: int, kv_len: int, window: int | None = None
+def read_mask(
+    packed: torch.Tensor,
+    indptr: torch.Tensor,
+    request: int,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    qo_len: int,
+    kv_len: int,
 ) -> torch.Tensor:
-    """What ``flashinfer_tree.cuh``'s ``LogitsMask`` answers: bool ``[Q, kv_len]``. Step by step the same arithmetic.
+    """Whether the kernels let row ``q`` of a request attend to column ``kv``, as ``LogitsMask`` computes it.
 
     Args:
-        bits: int32 ``[rows, ceil(Q / 32)]``, as :func:`sglang_ddtree.tree.bits.ancestor_bits` gives them.
-        q_indptr: ``bs + 1`` first rows.
-        kv_len: prefix and tree.
-        window: a node sees keys up to this many positions back; None for all.
-    """
-    first, last = q_indptr[request], q_indptr[request + 1]
-    q_len = last - first
-    prefix_len = kv_len - q_len
-    words = (q_len + 31) // 32
-    rows = bits.flatten()[first * words : last * words].view(q_len, words).to(torch.int64) & 0xFFFFFFFF
+        packed: uint8, 1-D.
+        indptr: int32 ``[bs + 1]``, in bytes.
+        request: index of the request.
+        q: int64 of any shape; rows at or beyond ``qo_len`` see nothing, as the last tile of a launch has.
+        kv: int64 of a shape that broadcasts with ``q``; columns at or beyond ``kv_len`` are not seen.
 
-    kv = torch.arange(kv_len)
-    column = (kv - prefix_len).clamp(min=0)
-    seen = (rows[:, column // 32] >> (column % 32)) & 1 != 0
-    if window is None:
-        return (kv < prefix_len) | seen
-    depth = ((rows.unsqueeze(2) >> torch.arange(32)) & 1).sum((1, 2)) - 1
-    prefix_seen = prefix_len + depth.unsqueeze(1) - kv <= window
-    tree_seen = seen & (depth.unsqueeze(1) - depth[column] <= window)
-    return torch.where(kv < prefix_len, prefix_seen, tree_seen)
+    Returns:
+        bool of the broadcast shape.
+
+    Raises:
+        IndexError: a bit outside ``packed`` is read, which a kernel does not notice.
+    """
+    q, kv = torch.broadcast_tensors(q, kv)
+    inside = (q < qo_len) & (kv < kv_len)
+    offset = torch.where(inside, q * kv_len + kv, 0)
+    byte = int(indptr[request]) + (offset >> 3)
+    if bool((inside & (byte >= packed.numel())).any()):
+        raise IndexError(f"request {request} reads byte {int(byte[inside].max())} of {packed.numel()}")
+    bits = torch.zeros_like(inside)
+    bits[inside] = (packed[byte[inside]].to(torch.int64) >> (offset[inside] & 7) & 1).bool()
+    return bits
+
+
+def read_request(packed: torch.Tensor, indptr: torch.Tensor, request: int, qo_len: int, kv_len: int) -> torch.Tensor:
+    """The whole mask of one request, bool ``[qo_len, kv_len]``, by :func:`read_mask`."""
+    q = torch.arange(qo_len, device=packed.device).unsqueeze(1)
+    return read_mask(packed, indptr, request, q, torch.arange(kv_len, device=packed.device), qo_len, kv_len)
+
+
+def _elements(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> list[int]:
+    if len(qo_lens) != len(kv_lens) or min((*qo_lens, *kv_lens), default=0) < 0:
+        raise ValueError(f"qo_lens and kv_lens must be as many lengths, got {list(qo_lens)} and {list(kv_lens)}")
+    counts = [rows * columns for rows, columns in zip(qo_lens, kv_lens)]
+    if sum(counts) > MAX_ELEMENTS:
+        raise MaskTooLarge(
+            f"the mask of this batch has {sum(counts)} elements; FlashInfer's int32 indptr ends at {MAX_ELEMENTS}"
+        )
+    return counts
+
+
+def _int32_indptr(counts: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -142,7 +142,8 @@ def tree_wrapper_class() -> type:
                 variant_owns_mask=True,
                 **buffers,
             )
-            self._jit_module = OnePlanAtATime(self._jit_module)
+            module: Any = self._jit_module  # type: ignore[has-type]
+            self._jit_module = OnePlanAtATime(module)
             self.tree_bits = tree_bits
             self.variant = variant
 

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,6 +75,9 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
         self.max_context_len = model_runner.model_config.context_len
         self._groups: list[_Group] = []
         self._verify_mask: VerifyMask | None = None
+        # Sums in another order, as in a batch of another shape, differ in float64 by less than float32 shows.
+        deterministic = get_exec().deterministic.enable_deterministic_inference
+        self._dtype = torch.float64 if deterministic else torch.float32
         width = get_spec().speculative_num_draft_tokens
         if width and not model_runner.is_draft_worker:
             max_bs = int(self.req_to_token_pool.size)
@@ -135,11 +138,12 @@ class TorchTreeAttnBackend(TorchNativeAttnBackend):
         bidirectional = layer.attn_type == AttentionType.ENCODER_ONLY
         window = -1 if layer.sliding_window_size is None else int(layer.sliding_window_size)
         if len(self._groups) == 1 and self._groups[0].rows is None:
-            out = _attend(queries, keys, values, self._groups[0], bidirectional, window, layer)
+            out = _attend(queries, keys, values, self._groups[0], bidirectional, window, layer, self._dtype)
         else:
             out = queries.new_empty((queries.shape[0], layer.tp_q_head_num, layer.v_head_dim))
             for group in self._groups:
-                out[group.rows] = _attend(queries[group.rows], keys, values, group, bidirectional, window, layer)
+                rows = queries[group.rows]
+                out[group.rows] = _attend(rows, keys, values, group, bidirectional, window, layer, self._dtype)
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def _slots(self, forward_batch: ForwardBatch, requests: torch.Tensor, lens: torch.Tensor, kv: int) -> torch.Tensor:
@@ -236,19 +240,20 @@ def _attend(
     bidirectional: bool,
     window: int,
     layer: RadixAttention,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Attention of one group; ``queries`` ``[n * q, heads, dim]`` -> ``[n * q, heads, v_dim]``."""
+    """Attention of one group in ``dtype``; ``queries`` ``[n * q, heads, dim]`` -> ``[n * q, heads, v_dim]``."""
     n, kv = group.slots.shape
     q = queries.shape[0] // n
     kv_heads = layer.tp_k_head_num
     per_kv = layer.tp_q_head_num // kv_heads
     # [n, kv_heads, per_kv * q, dim]: the query heads that share a key head become rows of one product.
     folded = queries.view(n, q, kv_heads, per_kv, -1).permute(0, 2, 3, 1, 4).reshape(n, kv_heads, per_kv * q, -1)
-    # In fp32 whatever the model's dtype: most CPUs have no bf16 product, and torch's stand-in is many times slower.
-    folded = folded.float()
+    # Never in bf16: most CPUs have no bf16 product, and torch's stand-in is many times slower.
+    folded = folded.to(dtype)
     cols = group.slots.reshape(-1)
-    k = keys.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).float()
-    v = values.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).float()
+    k = keys.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).to(dtype)
+    v = values.index_select(0, cols).view(n, kv, kv_heads, -1).transpose(1, 2).to(dtype)
     if layer.logit_cap and layer.logit_cap > 0:
         out = _soft_capped(folded, k, v, group.mask(bidirectional, window, per_kv), layer)
     else:

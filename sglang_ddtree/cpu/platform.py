@@ -87,9 +87,11 @@ class DDTreeCpuPlatform(CpuSRTPlatform):
         setup.init_worker()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
+        from sglang.srt.runtime_context import get_exec
+
         from sglang_ddtree.cpu import setup
         from sglang_ddtree.cpu.linear import pack_model
 
         setup.use_threads()
         setup.init_layers()
-        pack_model(model)
+        pack_model(model, batch_invariant=get_exec().deterministic.enable_deterministic_inference)

@@ -1,1 +1,1 @@
-"""What ``scripts/gpu_checks.py`` and ``scripts/compile_kernels.py`` do; nothing of it runs in a server."""
+"""What ``scripts/gpu_check.py`` and ``scripts/compile_kernels.py`` do; nothing of it runs in a server."""

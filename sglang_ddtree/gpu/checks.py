@@ -1,8 +1,8 @@
 """Check DDTREE on a GPU: kernels, CUDA graphs, time, and a served model.
 
-    python scripts/gpu_checks.py                          # everything, a few minutes
-    python scripts/gpu_checks.py --parts kernels replay   # needs torch and Triton only, no network
-    python scripts/gpu_checks.py --parts serve --model DIR --drafter DIR
+    python scripts/gpu_check.py                         # everything, a few minutes
+    python scripts/gpu_check.py --parts kernels replay   # needs torch and Triton only, no network
+    python scripts/gpu_check.py --parts serve --model DIR --drafter DIR
 
 kernels: every Triton kernel against its reference on the CPU, bit for bit, on random trees of budgets 1 to 256.
 replay:  build, masks and walk captured in one CUDA graph and replayed on changing inputs; a call that waits for the
@@ -42,7 +42,7 @@ class NotRun(Exception):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu_checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument(
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     runners = {"kernels": check_kernels, "replay": check_replay, "timing": take_times, "serve": check_serve}
     found: Result = {
-        "command": " ".join(["scripts/gpu_checks.py", *(argv or sys.argv[1:])]),
+        "command": " ".join(["scripts/gpu_check.py", *(argv or sys.argv[1:])]),
         "machine": report.facts(options),
     }
     found["parts"] = {part: run_part(runners[part], part, options) for part in PARTS if part in options.parts}
@@ -187,7 +187,7 @@ def kernel_device(options: argparse.Namespace) -> Any:
 
 
 def refuse(reason: str) -> int:
-    print(f"gpu_checks.py: {reason}", file=sys.stderr)
+    print(f"gpu_check.py: {reason}", file=sys.stderr)
     return 2
 
 

@@ -18,7 +18,7 @@ from sglang_ddtree.tree.kernels.build import build_constants, build_kernel
 from sglang_ddtree.tree.kernels.mask import bits_constants, bits_kernel, mask_constants, mask_kernel
 from sglang_ddtree.tree.kernels.walk import walk_constants, walk_kernel
 
-ARCHITECTURES = (86, 90, 120)
+ARCHITECTURES = (80, 86, 90, 100, 120)
 BUDGETS = (8, 16, 32, 64, 128, 256)
 
 #: Arguments that are not int32.

@@ -1,4 +1,4 @@
-"""The results of ``scripts/gpu_checks.py`` as JSON and as a page."""
+"""The results of ``scripts/gpu_check.py`` as JSON and as a page."""
 
 from __future__ import annotations
 

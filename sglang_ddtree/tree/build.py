@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_ddtree.tree.draft_tree import DraftTree
-from sglang_ddtree.tree.kernels.dispatch import use_kernels
+from sglang_ddtree.tree.kernels.dispatch import on_host, use_kernels
 
 #: On a CPU, ``bs * budget`` up to which the heap is faster than the batched version (measured: depth 7 and 15, K 8).
 _HEAP_MAX_NODES = 256
@@ -51,7 +51,7 @@ def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: to
         ValueError: a wrong shape, dtype, device or budget.
     """
     _check_inputs(log_probs, token_ids, root_tokens, budget)
-    if log_probs.device.type == "cpu" and log_probs.shape[0] * budget <= _HEAP_MAX_NODES:
+    if on_host(log_probs.device) and log_probs.shape[0] * budget <= _HEAP_MAX_NODES:
         return build_tree_reference(log_probs, token_ids, root_tokens, budget)
     _, max_depth, top_k = log_probs.shape
     if use_kernels(log_probs.device, budget + 1, max_depth=max_depth, top_k=top_k):

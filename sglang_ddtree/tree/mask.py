@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ddtree.tree.draft_tree import DraftTree
-from sglang_ddtree.tree.kernels.dispatch import use_kernels
+from sglang_ddtree.tree.kernels.dispatch import on_host, use_kernels
 
 
 def positions(tree: DraftTree, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def full_mask(
     _check_prefix_lens(tree, prefix_lens)
     width = tree.width
     row_lens = prefix_lens.to(torch.int64) + width
-    if total is None or row_lens.device.type == "cpu":
+    if total is None or on_host(row_lens.device):
         needed = width * int(row_lens.sum())
         total = needed if total is None else total
         if total < needed:

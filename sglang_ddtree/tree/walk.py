@@ -111,7 +111,8 @@ def walk_sampled(
     # Padding may hold anything, zeros too, from which nothing can be drawn.
     real = torch.arange(width, device=probs.device) < tree.num_nodes.unsqueeze(1)
     rows = torch.where(real.unsqueeze(2), probs, 1.0).flatten(0, 1)
-    drawn = torch.multinomial(rows, 1, generator=generator).view(bs, width)
+    # The draw that torch.multinomial makes; it also checks its rows on the host, which would wait for the device.
+    drawn = (rows / torch.empty_like(rows).exponential_(generator=generator)).argmax(-1).view(bs, width)
     return walk_targets(tree, drawn, max_depth)
 
 

@@ -8,10 +8,13 @@ sibling further down, and at some it is missing. What the tree, the verify pass 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from sglang_ddtree.bench.lossless import Question
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS, TAPS = 64, 128, 4, 2, 16, 256, 4, (0, 1, 2)
 COMMON = {
@@ -30,6 +33,13 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def questions(seed: int, lengths: tuple[int, ...]) -> list[Question]:
+    """Random prompts of some lengths, named by their number."""
+    rng = random.Random(seed)
+    return [Question(str(n), [rng.randrange(3, 250) for _ in range(length)]) for n, length in enumerate(lengths)]
+
 
 HEAD = """
 import json, os, random, sys
@@ -92,23 +102,37 @@ def write_target(directory: Path) -> Path:
     }
     for layer in range(LAYERS):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block().items()}
-    return _write(directory, config, shapes, seed=1)
+    return write(directory, config, shapes, seed=1)
 
 
-def write_drafter(directory: Path) -> Path:
+def write_drafter(directory: Path, windows: tuple[int | None, ...] = (None,), is_causal: bool | None = None) -> Path:
+    """A drafter with one layer per entry of ``windows``: a sliding window of so many tokens, or full attention.
+
+    Where ``is_causal`` is None the config does not say it: sliding layers are then causal, full ones are not.
+    """
     config = {
         **COMMON,
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": len(windows),
         "block_size": 16,
         "num_target_layers": LAYERS,
         "dflash_config": {"mask_token_id": 255, "target_layer_ids": list(TAPS)},
     }
+    if any(windows):
+        config |= {
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+            "sliding_window": next(window for window in windows if window),
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        }
+    if is_causal is not None:
+        config["is_causal"] = is_causal
     shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     norms = {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
-    shapes |= {f"layers.0.{name}": shape for name, shape in {**_block(), **norms}.items()}
-    return _write(directory, config, shapes, seed=2)
+    for layer in range(len(windows)):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in {**_block(), **norms}.items()}
+    return write(directory, config, shapes, seed=2)
 
 
 def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) -> dict[str, str]:
@@ -141,7 +165,8 @@ def _block() -> dict[str, tuple[int, ...]]:
     }
 
 
-def _write(directory: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
+def write(directory: Path, config: dict[str, object], shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
+    """A checkpoint with random weights of some shapes."""
     generator = torch.Generator().manual_seed(seed)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -150,5 +175,8 @@ def _write(directory: Path, config: dict[str, object], shapes: dict[str, tuple[i
         # Large enough for attention to be sharp: a wrong key or value then changes the answer.
         noise = torch.randn(shape, generator=generator) * (2.5 / shape[-1] ** 0.5)
         weights[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise
+        if name.endswith("A_log"):
+            # Decay slowly: a state that is wrong once then stays wrong.
+            weights[name] = noise - 3
     save_file(weights, directory / "model.safetensors")
     return directory

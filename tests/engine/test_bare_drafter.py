@@ -98,3 +98,14 @@ def test_verify_finds_nothing_wrong_with_the_right_settings(measured):
 
 def test_verify_names_a_wrong_mask_token(measured):
     assert any("mask_token_id" in fault for fault in measured(mask_token_id=0).faults)
+
+
+def test_verify_names_taps_in_the_wrong_order(measured, prepared):
+    taps = json.loads((prepared / "config.json").read_text())["dflash_config"]["target_layer_ids"]
+    faults = measured(target_layer_ids=taps[::-1]).faults
+    assert any("target_layer_ids looks wrong" in fault and str(taps) in fault for fault in faults), faults
+
+
+def test_verify_names_the_wrong_causality(measured):
+    faults = measured(is_causal=True).faults
+    assert any("is_causal looks wrong: with False" in fault for fault in faults), faults

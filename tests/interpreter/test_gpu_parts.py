@@ -1,4 +1,4 @@
-"""The kernels through the functions that a server calls, and the kernel parts of ``scripts/gpu_checks.py``."""
+"""The kernels through the functions that a server calls, and the kernel parts of ``scripts/gpu_check.py``."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from sglang_ddtree.bench.ab.config import Arm, ConfigError, Settings, parse_arm
 from sglang_ddtree.bench.ab.endpoint import running_limit
 from sglang_ddtree.bench.ab.fairness import differences
 from sglang_ddtree.bench.ab.files import read_prompts
+from sglang_ddtree.bench.ab.findings import judge
 from sglang_ddtree.bench.ab.load import arrivals
 from sglang_ddtree.bench.ab.run import schedule
 from sglang_ddtree.bench.ab.store import Cell, Request, Result
@@ -170,3 +171,18 @@ def test_answers_that_became_wrong(old, new, flagged):
         return [Cell("A", "s", "c1", repeat, 1.0, True, requests) for repeat in range(2)]
 
     assert grading.became_wrong(cells(old), cells(new))[2] is flagged
+
+
+def test_answers_that_the_limit_cut_off_are_said():
+    def said(*ends: tuple[str, bool | None]) -> list[str]:
+        requests = [Request(f"p{i}", 0.0, 1.0, finish=end, correct=right) for i, (end, right) in enumerate(ends)]
+        cells = [Cell("A", "s", "c1", 0, 1.0, True, requests)]
+        head = {"greedy": True, "reference": "A", "settings": {"force": False, "concurrency": [1], "tokens": 32}}
+        lines = judge(Result(head, arms={"A": {}}, cells=cells, complete=True)).lines
+        return [line for line in lines if "cut off" in line]
+
+    assert said(("length", False), ("length", False), ("stop", True)) == [
+        "Right answers say little here: 2 of 3 graded answers were cut off at 32 tokens."
+    ]
+    assert said(("length", False), ("stop", True), ("stop", False)) == []
+    assert said(("length", True), ("length", None)) == said() == []

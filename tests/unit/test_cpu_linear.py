@@ -29,6 +29,28 @@ def test_a_row_does_not_depend_on_its_batch():
         torch.testing.assert_close(linear.packed_linear(x[i : i + 1], packed, None)[0], whole[i], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("out", "inner"), [(576, 576), (192, 1536), (1000, 100)])
+def test_filled_up_rows_are_the_same_bits_in_every_batch(out, inner):
+    generator = torch.Generator().manual_seed(2)
+    packed = linear.pack(torch.randn(out, inner, generator=generator).bfloat16())
+    x = torch.randn(133, inner, generator=generator) * 3
+
+    def alone_and_together(multiple):
+        one = torch.cat([linear.packed_linear(row.unsqueeze(0), packed, None, multiple) for row in x])
+        counts = (2, 3, 4, 5, 7, 8, 9, 17, 32, 33, 64, 65, 120, 121, 133)
+        return [(linear.packed_linear(x[:n], packed, None, multiple), one[:n]) for n in counts]
+
+    assert all(torch.equal(whole, rows) for whole, rows in alone_and_together(linear.row_multiple()))
+    if linear.row_multiple() > 1:
+        assert not all(torch.equal(whole, rows) for whole, rows in alone_and_together(1))
+
+
+def test_a_product_of_three_dimensions():
+    packed = linear.pack(torch.eye(8))
+    x = torch.arange(80.0).view(2, 5, 8)
+    assert torch.equal(linear.packed_linear(x, packed, None, 3), x)
+
+
 def test_bias_and_dtype():
     weight, bias = torch.eye(8), torch.arange(8.0)
     packed = linear.pack(weight)

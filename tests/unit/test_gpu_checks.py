@@ -1,4 +1,4 @@
-"""``scripts/gpu_checks.py``, as far as it goes without a GPU. Its kernel parts run in ``tests/interpreter``."""
+"""``scripts/gpu_check.py``, as far as it goes without a GPU. Its kernel parts run in ``tests/interpreter``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_ddtree.gpu import checks, replay, report, serve
 from sglang_ddtree.gpu.cases import Size
 from sglang_ddtree.gpu.equality import Mismatch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_checks.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 CPU = torch.device("cpu")
 
 
@@ -42,7 +42,7 @@ def test_help_and_a_host_without_a_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[-1].startswith("gpu_checks.py: torch finds no CUDA device")
+    assert done.stderr.splitlines()[-1].startswith("gpu_check.py: torch finds no CUDA device")
 
 
 def test_parts_that_run_on_a_cpu(tmp_path):

@@ -40,6 +40,7 @@ def make_backend(generator, rows):
     slots = torch.randperm(POOL - 1, generator=generator)[: rows * 90] + 1
     backend.req_to_token_pool = SimpleNamespace(req_to_token=slots.view(rows, 90).to(torch.int32))
     backend._groups = []
+    backend._dtype = torch.float32
     return backend
 
 
@@ -180,6 +181,29 @@ def test_half_precision_models_attend_in_fp32():
     q = q.bfloat16().float()
     want = reference(backend, q, batch, [20], [1], [torch.ones(1, 21, dtype=torch.bool)], layer, [torch.arange(21)])
     torch.testing.assert_close(out, want.bfloat16().float(), atol=0.02, rtol=0.02)
+
+
+def test_in_float64_a_token_attends_with_the_same_bits_in_a_tree_and_alone():
+    """What --enable-deterministic-inference asks for; in float32 the last bits differ."""
+    same = {}
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(7)
+        prefix, width, layer = [33, 60, 5], 6, make_layer()
+        backend = make_backend(generator, 3)
+        backend._dtype = dtype
+        block = torch.ones(width, width, dtype=torch.bool).tril().expand(3, width, width)
+        spec = SimpleNamespace(draft_token_num=width, custom_mask=block.reshape(-1))
+        places = (torch.tensor(prefix).unsqueeze(1) + torch.arange(width)).reshape(-1)
+        batch = make_batch("target_verify", backend, prefix, [width] * 3, spec, places)
+        q, together = run(backend, batch, layer, 3 * width, generator)
+        alone = []
+        for j in range(width):
+            step = make_batch("decode", backend, [p + j for p in prefix], [1] * 3)
+            backend.init_forward_metadata(step)
+            rows = q.view(3, width, -1)[:, j]
+            alone.append(backend.forward_decode(rows, None, None, layer, step))
+        same[dtype] = torch.equal(torch.stack(alone, 1).reshape(together.shape), together)
+    assert same == {torch.float32: False, torch.float64: True}
 
 
 def test_groups_cover_every_request_once_and_bound_the_padding():

@@ -52,7 +52,7 @@ def judge(result: Result) -> Findings:
     refused = {} if forced else {**unequal, **wrong}
     if ok:
         lines.append(f"Arms differ in the algorithm only{_outputs(result, by_arm)}.")
-    return Findings([*lines, *_near_ties(result), *result.notes], refused, ok)
+    return Findings([*lines, *_near_ties(result), *_cut_answers(result, by_arm), *result.notes], refused, ok)
 
 
 def _near_ties(result: Result) -> list[str]:
@@ -66,6 +66,16 @@ def _near_ties(result: Result) -> list[str]:
         f"{min(found):.2g} to {max(found):.2g} nats apart (0: a tie)."
         for arm, found in gaps.items()
     ]
+
+
+def _cut_answers(result: Result, by_arm: dict[str, list[Cell]]) -> list[str]:
+    """Answers that the token limit cut off before they could be right."""
+    graded = [r for cells in by_arm.values() for cell in cells for r in cell.answered if r.correct is not None]
+    cut = sum(request.finish == "length" and not request.correct for request in graded)
+    if 2 * cut < max(1, len(graded)):
+        return []
+    limit = result.head["settings"]["tokens"]
+    return [f"Right answers say little here: {cut} of {len(graded)} graded answers were cut off at {limit} tokens."]
 
 
 def _wrong_outputs(result: Result, by_arm: dict[str, list[Cell]]) -> dict[str, str]:

@@ -26,6 +26,11 @@ def use_kernels(device: torch.device, width: int, *, max_depth: int = 1, top_k: 
     )
 
 
+def on_host(device: torch.device) -> bool:
+    """Whether the values of a tensor on ``device`` can be read without waiting for anything."""
+    return device.type == "cpu"
+
+
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
