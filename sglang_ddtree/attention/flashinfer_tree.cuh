@@ -9,7 +9,7 @@
 //                    before their children.
 //   tree_window      with use_window only: a node sees keys up to so many positions back; negative for all of them.
 //                    Positions go by depth: siblings share one.
-//   logits_soft_cap  with use_logits_soft_cap only
+//   logits_soft_cap  with use_logits_soft_cap only; 0 for a layer without one
 //   sm_scale
 template <bool use_logits_soft_cap, bool use_window>
 struct DDTreeAttention : AttentionVariantBase {
@@ -34,11 +34,13 @@ struct DDTreeAttention : AttentionVariantBase {
     if constexpr (use_window) {
       window = (params.tree_window >= 0) ? int32_t(params.tree_window) : int32_t(kv_len);
     }
+    soft_cap_pre_tanh_scale = 0.f;
+    sm_scale_log2 = params.sm_scale * math::log2e;
     if constexpr (use_logits_soft_cap) {
-      soft_cap_pre_tanh_scale = params.sm_scale * math::ptx_rcp(float(params.logits_soft_cap));
-      sm_scale_log2 = math::log2e * params.logits_soft_cap;
-    } else {
-      sm_scale_log2 = params.sm_scale * math::log2e;
+      if (params.logits_soft_cap > 0) {
+        soft_cap_pre_tanh_scale = params.sm_scale * math::ptx_rcp(float(params.logits_soft_cap));
+        sm_scale_log2 = math::log2e * params.logits_soft_cap;
+      }
     }
   }
 
@@ -53,7 +55,9 @@ struct DDTreeAttention : AttentionVariantBase {
 
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
     if constexpr (use_logits_soft_cap) {
-      logits = float(math::tanh(logits * soft_cap_pre_tanh_scale));
+      if (soft_cap_pre_tanh_scale != 0.f) {
+        logits = float(math::tanh(logits * soft_cap_pre_tanh_scale));
+      }
     }
     return logits;
   })

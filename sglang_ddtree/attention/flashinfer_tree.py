@@ -1,7 +1,8 @@
 """FlashInfer attention over a draft tree's bit rows: no mask that grows with the context, nothing to pack.
 
-The variant is ``flashinfer_tree.cuh``; FlashInfer compiles it on first use, once per dtype and head size. Not run on a
-GPU yet: ``docs/gpu.md``.
+The variant is ``flashinfer_tree.cuh``; FlashInfer compiles it on first use, once per dtype and head size.
+``flashinfer_backend.py`` has SGLang use it, where ``flashinfer_choice.py`` finds nothing against it. Not run on a GPU yet:
+``docs/gpu.md``.
 """
 
 from __future__ import annotations
@@ -122,6 +123,10 @@ def tree_wrapper_class() -> type:
     """FlashInfer's paged prefill wrapper for a :class:`Variant`. A function: importing FlashInfer takes seconds."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
+    # Without FlashInfer's trace decorator, which would take this for a plain causal prefill: under Trace Apply another
+    # kernel would run. FlashInfer's own wrapper of such a variant does the same (attention/_core.py).
+    run = getattr(BatchPrefillWithPagedKVCacheWrapper.run, "__wrapped__", BatchPrefillWithPagedKVCacheWrapper.run)
+
     class TreeWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """Takes the place of the stock wrapper in SGLang's backend: same ``begin_forward`` and ``forward``.
 
@@ -164,7 +169,8 @@ def tree_wrapper_class() -> type:
             v_scale: float | None = None,
             **_: Any,
         ) -> torch.Tensor:
-            """As the stock wrapper's; ``window_left`` is the layer's window, by depth here.
+            """As the stock wrapper's; ``window_left`` is the layer's window, by depth here. A module that knows windows
+            or soft caps takes layers without them too.
 
             Raises:
                 ValueError: the layer has a window or a soft cap, and the module was compiled without.
@@ -174,6 +180,9 @@ def tree_wrapper_class() -> type:
             self._sm_scale = sm_scale
             self._logits_soft_cap = logits_soft_cap
             window = [float(window_left)] * self.variant.window
-            return self.run(q, paged_kv_cache, self.tree_bits, *window, k_scale=k_scale, v_scale=v_scale)
+            out: torch.Tensor = run(
+                self, q, paged_kv_cache, self.tree_bits, *window, k_scale=k_scale, v_scale=v_scale
+            )
+            return out
 
     return TreeWrapper
