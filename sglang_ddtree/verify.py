@@ -34,7 +34,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
     penalties: Any = None
 
     def generate_attn_arg_prefill(self, **arguments: Any) -> tuple[torch.Tensor, ...]:
-        """FlashInfer's indices and mask. EAGLE's own, unless the kernel reads the tree's bits and plans without a mask."""
+        """FlashInfer's indices and mask: EAGLE's own, or no mask where the kernel reads the tree's bits."""
         if self.custom_mask.dtype != torch.int32:
             made: tuple[torch.Tensor, ...] = super().generate_attn_arg_prefill(**arguments)
             return made
@@ -63,7 +63,7 @@ def verify_indices(
     plan: Any,
     kind: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where FlashInfer finds the keys of a verify pass: ``EagleVerifyInput.generate_attn_arg_prefill`` without its mask.
+    """Where FlashInfer finds a verify pass's keys: EAGLE's ``generate_attn_arg_prefill`` without the mask.
 
     Args:
         width: verify width ``Q``.

@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.utils import get_cuda_graph_max_batch_size
 
 from sglang_ddtree.attention import flashinfer_choice as choice
 from sglang_ddtree.attention.flashinfer_tree import Variant, tree_wrapper_class
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_verifier(original: Callable[[], Any], runner: Any, init_new_workspace: bool) -> Any:
-    """The target's FlashInfer backend: with bit rows where that can be, else ``original()``, SGLang's. Logs which, and why.
+    """The target's FlashInfer backend: with bit rows where that can be, else ``original()``. Logs which, and why.
 
     The variant is compiled and compared with torch on this GPU first; whatever goes wrong there leaves the stock mask.
 
@@ -58,7 +59,7 @@ def build_verifier(original: Callable[[], Any], runner: Any, init_new_workspace:
     if wanted == "tree":
         raise DDTreeError(f"{choice.ENV}=tree, but it cannot be used: {against}. Unset it for SGLang's custom_mask.")
     choice.require_stock_mask_fits(
-        stock.get_cuda_graph_max_batch_size(runner.req_to_token_pool.size),
+        get_cuda_graph_max_batch_size(runner.req_to_token_pool.size),
         int(get_spec().speculative_num_draft_tokens),
         runner.model_config.context_len,
     )

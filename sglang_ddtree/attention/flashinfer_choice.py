@@ -1,4 +1,4 @@
-"""Which mask FlashInfer verifies trees with: bit rows that the project's own variant reads, or SGLang's ``custom_mask``.
+"""Which mask FlashInfer verifies trees with: bit rows that the project's variant reads, or SGLang's ``custom_mask``.
 
 Both give the same answers. The variant's mask does not grow with the context; the stock mask is what has been there
 before. ``SGLANG_DDTREE_FLASHINFER`` decides where a person wants to.

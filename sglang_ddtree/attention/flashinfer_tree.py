@@ -1,8 +1,8 @@
 """FlashInfer attention over a draft tree's bit rows: no mask that grows with the context, nothing to pack.
 
 The variant is ``flashinfer_tree.cuh``; FlashInfer compiles it on first use, once per dtype and head size.
-``flashinfer_backend.py`` has SGLang use it, where ``flashinfer_choice.py`` finds nothing against it. Not run on a GPU yet:
-``docs/gpu.md``.
+``flashinfer_backend.py`` has SGLang use it, where ``flashinfer_choice.py`` finds nothing against it. Not run on a GPU
+yet: ``docs/gpu.md``.
 """
 
 from __future__ import annotations
@@ -180,9 +180,7 @@ def tree_wrapper_class() -> type:
             self._sm_scale = sm_scale
             self._logits_soft_cap = logits_soft_cap
             window = [float(window_left)] * self.variant.window
-            out: torch.Tensor = run(
-                self, q, paged_kv_cache, self.tree_bits, *window, k_scale=k_scale, v_scale=v_scale
-            )
+            out: torch.Tensor = run(self, q, paged_kv_cache, self.tree_bits, *window, k_scale=k_scale, v_scale=v_scale)
             return out
 
     return TreeWrapper

@@ -189,7 +189,7 @@ def visible(tree: DraftTree, request: int, prefix: int, window: int = -1) -> tor
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, sm_scale: float, soft_cap: float
 ) -> torch.Tensor:
-    """Plain attention, float32 ``[rows, heads, dim]``: keys and values ``[n, kv heads, dim]``, mask bool ``[rows, n]``."""
+    """Plain attention, float32 ``[rows, heads, dim]``; keys, values ``[n, kv heads, dim]``, mask bool ``[rows, n]``."""
     group = query.shape[1] // keys.shape[1]
     keys, values = keys.float().repeat_interleave(group, 1), values.float().repeat_interleave(group, 1)
     logits = torch.einsum("qhd,khd->hqk", query.float(), keys) * sm_scale
@@ -199,7 +199,9 @@ def attend(
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
 
 
-def compare(out: torch.Tensor, batch: Batch, heads: Heads, layer: Layer, requests: Sequence[int] | None = None) -> float:
+def compare(
+    out: torch.Tensor, batch: Batch, heads: Heads, layer: Layer, requests: Sequence[int] | None = None
+) -> float:
     """The largest difference from plain attention over the trees' real nodes.
 
     Raises:

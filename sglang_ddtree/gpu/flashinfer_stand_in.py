@@ -71,7 +71,9 @@ class TorchModule:
             raise ValueError(f"mask mode {mask_mode}, layout {layout}, window {window_left} are not what was planned")
         rows, starts = row_indptr.tolist(), page_indptr.tolist()
         page_size = keys.shape[1]
-        lens = [(end - begin - 1) * page_size + last for begin, end, last in zip(starts, starts[1:], last_page_len.tolist())]
+        lens = [
+            (end - begin - 1) * page_size + last for begin, end, last in zip(starts, starts[1:], last_page_len.tolist())
+        ]
         if rows != schedule["rows"].tolist() or lens != schedule["lens"].tolist():
             raise ValueError(f"the schedule is for {schedule['lens'].tolist()} keys, the buffers hold {lens}")
         if (query.shape[1], keys.shape[2], query.shape[2]) != schedule["heads"] or page_size != schedule["page_size"]:
@@ -83,8 +85,8 @@ class TorchModule:
             begin, end = rows[request], rows[request + 1]
             mine = pages[starts[request] : starts[request + 1]].long()
             mask = read_tree_bits(bits, rows, request, length, int(window) if window >= 0 else None)
-            cache = (part[mine].flatten(0, 1)[:length] for part in (keys, values))
-            made = attend(query[begin:end], *cache, mask, given["sm_scale"], given.get("logits_soft_cap", 0.0))
+            key, value = (part[mine].flatten(0, 1)[:length] for part in (keys, values))
+            made = attend(query[begin:end], key, value, mask, given["sm_scale"], given.get("logits_soft_cap", 0.0))
             # A row without keys gives zeros in FlashInfer.
             out[begin:end] = made.nan_to_num(0.0).to(out.dtype)
 

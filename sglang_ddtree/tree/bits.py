@@ -9,9 +9,7 @@ from sglang_ddtree.tree.kernels.dispatch import use_kernels
 from sglang_ddtree.tree.mask import ancestor_mask_torch
 
 
-def ancestor_bits(
-    tree: DraftTree, max_depth: int | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def ancestor_bits(tree: DraftTree, max_depth: int | None = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """:func:`sglang_ddtree.tree.mask.ancestor_mask`, 32 columns to a word.
 
     Args:
@@ -20,8 +18,8 @@ def ancestor_bits(
         out: contiguous int32 of the result's shape, written instead of allocating.
 
     Returns:
-        int32 ``[bs * Q, ceil(Q / 32)]``, ``out`` if it is given: bit ``j % 32`` of word ``j // 32`` in row ``b * Q + i`` is set where node i of
-        request b may attend to its node j. Bits beyond Q are 0.
+        int32 ``[bs * Q, ceil(Q / 32)]``, ``out`` if it is given: bit ``j % 32`` of word ``j // 32`` in row
+        ``b * Q + i`` is set where node i of request b may attend to its node j. Bits beyond Q are 0.
 
     Raises:
         ValueError: an ``out`` of another shape, dtype or layout.

@@ -59,7 +59,9 @@ class Pool:
         return self.keys, self.values
 
 
-def make_runner(*, requests=4, context=64, heads=(4, 2), dim=64, dtype=BF16, kv_dtype=BF16, width=9, layers=2, **options):
+def make_runner(
+    *, requests=4, context=64, heads=(4, 2), dim=64, dtype=BF16, kv_dtype=BF16, width=9, layers=2, **options
+):
     """``options`` go to the layers."""
     rng = torch.Generator().manual_seed(7)
     columns = context + 2 * width
@@ -141,6 +143,7 @@ def install(monkeypatch, width, stock=None):
     monkeypatch.setattr(ours, "get_exec", lambda: execution)
     monkeypatch.setattr(ours, "get_parallel", lambda: parallel)
     monkeypatch.setattr(ours, "get_spec", lambda: spec)
+    monkeypatch.setattr(ours, "get_cuda_graph_max_batch_size", lambda size: size)
     monkeypatch.setattr(ours, "get_disagg", lambda: SimpleNamespace(enable_pdmux=False))
     return SimpleNamespace(ours=ours, stock=stock, execution=execution, parallel=parallel, spec=spec)
 

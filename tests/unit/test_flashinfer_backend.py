@@ -298,5 +298,3 @@ def test_the_stock_mask_is_as_it_was(monkeypatch):
     assert no_mask is None
     for stock, mine in zip((slots, starts, rows), ours, strict=True):
         assert stock.dtype == mine.dtype and torch.equal(stock, mine)
-
-
