@@ -59,6 +59,30 @@ def test_parts_that_run_on_a_cpu(tmp_path):
     assert "no GPU result" in page and "| replay | passed |" in page
 
 
+def test_the_attention_part_tries_itself_out_on_a_cpu(tmp_path):
+    """FlashInfer's wrappers over torch in place of the kernels; the page says so."""
+    arguments = ["--device", "cpu", "--parts", "attention", "--replays", "6", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 0
+    part = json.loads((tmp_path / "tried.json").read_text())["parts"]["attention"]
+    assert part["replayed"] == 6 and [row["cases"] > 10 for row in part["rows"]] == [True, True]
+    assert "torch in place of the kernels" in (tmp_path / "tried.md").read_text()
+
+
+def test_a_wrong_attention_fails_the_part(tmp_path, monkeypatch):
+    from sglang_ddtree.gpu import flashinfer_stand_in
+
+    right = flashinfer_stand_in.read_tree_bits
+
+    def no_window(bits, rows, request, kv_len, window):
+        return right(bits, rows, request, kv_len, None)
+
+    monkeypatch.setattr(flashinfer_stand_in, "read_tree_bits", no_window)
+    arguments = ["--device", "cpu", "--parts", "attention", "--replays", "1", "--out", str(tmp_path), "--name", "bad"]
+    assert checks.main(arguments) == 1
+    reason = json.loads((tmp_path / "bad.json").read_text())["parts"]["attention"]["reason"]
+    assert "WrongAttention" in reason and "window=" in reason
+
+
 def test_nothing_checked_is_no_success(tmp_path):
     assert checks.main(["--device", "cpu", "--parts", "kernels", "--out", str(tmp_path)]) == 2
 
