@@ -207,14 +207,15 @@ def compare(
     Raises:
         WrongAttention: it is too large, or an output is not finite.
     """
-    found = out.float().cpu().view(len(batch.prefix_lens), batch.width, heads.query, heads.dim)
-    keys, values = (cache.flatten(0, 1).cpu().float() for cache in (batch.keys, batch.values))
+    device = out.device
+    found = out.float().view(len(batch.prefix_lens), batch.width, heads.query, heads.dim)
+    keys, values = (cache.flatten(0, 1).float() for cache in (batch.keys, batch.values))
     worst = 0.0
     for request in range(len(batch.prefix_lens)) if requests is None else requests:
         prefix, nodes = batch.prefix_lens[request], int(batch.tree.num_nodes[request])
-        mask = visible(batch.tree, request, prefix, layer.window)[:nodes]
-        slots = batch.slots[request]
-        rows = batch.query[request * batch.width : request * batch.width + nodes].cpu()
+        mask = visible(batch.tree, request, prefix, layer.window)[:nodes].to(device)
+        slots = batch.slots[request].to(device)
+        rows = batch.query[request * batch.width : request * batch.width + nodes]
         scale = heads.dim**-0.5 * layer.k_scale
         want = attend(rows, keys[slots], values[slots], mask, scale, layer.soft_cap) * layer.v_scale
         got = found[request, :nodes]
