@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import config as settings
+from sglang_ddtree.attention import flashinfer_choice
 from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
@@ -113,6 +114,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             server_args.max_running_requests = 48
             logger.warning("max_running_requests is 48 under speculative decoding; --max-running-requests changes it.")
         _resolve_attention_backends(server_args, cpu)
+        flashinfer_choice.wanted()  # a wrong value is told now, not when the model is loaded
         os.environ[ACTIVE_ENV] = "1"
         logger.info(
             "DDTREE: budget %d (verify width %d), block size %d, top-k %d, depth %d",

@@ -44,6 +44,7 @@ _ALGORITHM = "sglang.srt.speculative.spec_registry:CustomSpecAlgo"
 _BATCH_INFO = "sglang.srt.model_executor.forward_batch_info"
 _CPU_PLATFORM = "sglang.srt.platforms.cpu:CpuSRTPlatform"
 _DFLASH = "sglang.srt.speculative.dflash_worker_v2"
+_FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend:FlashInferAttnBackend"
 _KERNELS = "sglang.kernels.ops.speculative"
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend"
 _UNQUANT = "sglang.srt.layers.quantization.unquant"
@@ -74,7 +75,11 @@ CONTRACT: tuple[Name, ...] = (
         "algorithm.py",
         signature="device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay",
     ),
-    Name("sglang.srt.runtime_context:get_spec", "algorithm.py hooks.py state_check.py worker.py", signature=""),
+    Name(
+        "sglang.srt.runtime_context:get_spec",
+        "algorithm.py attention/flashinfer_backend.py hooks.py state_check.py worker.py",
+        signature="",
+    ),
     Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
     Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "plugin.py", signature="name"),
     Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
@@ -205,6 +210,65 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY", "verify.py attention/torch_tree.py"),
     Name(
+        "sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY_BITPACKING",
+        "verify.py attention/flashinfer_backend.py",
+    ),
+    Name(
+        "sglang.srt.speculative.eagle_info:EagleVerifyInput.generate_attn_arg_prefill",
+        "verify.py",
+        signature="self req_pool_indices paged_kernel_lens paged_kernel_lens_sum translator plan kind",
+    ),
+    Name(
+        "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator.pack_read_stream",
+        "verify.py",
+        passes="plan req_pool_indices seq_lens indptr out kind num_token_blocks kv_lens_sum",
+    ),
+    # FlashInfer's verify pass
+    Name(
+        "sglang.srt.model_executor.model_runner_components.attention_backend_setup:"
+        "_build_full_attention_backend_from_str",
+        "hooks.py",
+        signature="model_runner backend_str init_new_workspace",
+    ),
+    Name(
+        _FLASHINFER,
+        "attention/flashinfer_backend.py",
+        passes="model_runner init_new_workspace",
+        attributes="cuda_graph_kv_indices cuda_graph_qo_indptr cuda_graph_swa_out_cache_loc decode_kv_access "
+        "forward_metadata indices_updater_prefill kv_indptr kv_last_page_len max_context_len num_wrappers "
+        "prefill_kv_access prefill_uses_dequant_workspace prefill_wrappers_verify use_sliding_window_kv_pool "
+        "workspace_buffer",
+    ),
+    Name(_FLASHINFER + ".verify_mask", "attention/flashinfer_backend.py"),
+    Name(_FLASHINFER + "._check_kv_attention_access", "attention/flashinfer_backend.py", signature="self phase access"),
+    Name(
+        _FLASHINFER + ".init_cuda_graph_state",
+        "attention/flashinfer_backend.py",
+        signature="self max_bs max_num_tokens kv_indices_buf",
+    ),
+    Name(
+        _FLASHINFER + "._create_prefill_wrappers",
+        "attention/flashinfer_backend.py",
+        signature="self bs use_custom_mask",
+    ),
+    Name(_FLASHINFER + ".init_forward_metadata", "attention/flashinfer_backend.py", signature="self forward_batch"),
+    Name(
+        _FLASHINFER + ".init_forward_metadata_out_graph",
+        "attention/flashinfer_backend.py",
+        signature="self forward_batch in_capture",
+    ),
+    Name(
+        "sglang.srt.layers.attention.flashinfer_backend:fast_prefill_plan",
+        "attention/flashinfer_backend.py",
+        passes="qo_indptr_host kv_indptr_host kv_lens_host",
+    ),
+    Name(
+        "sglang.srt.utils:get_cuda_graph_max_batch_size",
+        "attention/flashinfer_backend.py",
+        signature="max_batch_size",
+    ),
+    Name("sglang.srt.runtime_context:get_disagg", "attention/flashinfer_backend.py", signature=""),
+    Name(
         "sglang.srt.speculative.eagle_utils:eagle_sample",
         "hooks.py",
         signature="verify_input batch logits_output grammar_mask uno_target_max_top_k watermark_state "
@@ -257,7 +321,7 @@ CONTRACT: tuple[Name, ...] = (
     ),
     # Sampling
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
-    Name("sglang.srt.runtime_context:get_exec", "hooks.py", signature=""),
+    Name("sglang.srt.runtime_context:get_exec", "attention/flashinfer_backend.py hooks.py", signature=""),
     Name(
         "sglang.srt.layers.sampler:Sampler._sample_from_probs",
         "hooks.py",
@@ -281,7 +345,11 @@ CONTRACT: tuple[Name, ...] = (
         signature="logits sampling_batch_info num_tokens_in_batch",
     ),
     Name("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "sampling.py", passes="next_token_logits"),
-    Name("sglang.srt.runtime_context:get_parallel", "metrics.py sampling.py", signature=""),
+    Name(
+        "sglang.srt.runtime_context:get_parallel",
+        "attention/flashinfer_backend.py metrics.py sampling.py",
+        signature="",
+    ),
     Name("sglang.srt.runtime_context:get_observability", "metrics.py", signature=""),
     Name("sglang.srt.runtime_context:get_serving", "metrics.py", signature=""),
     Name("sglang.srt.sampling.custom_logit_processor:DisallowedTokensLogitsProcessor", "sampling.py"),
@@ -433,10 +501,14 @@ CONTRACT: tuple[Name, ...] = (
         signature="self q k v layer forward_batch save_kv_cache",
     ),
     Name(_TORCH_ATTENTION + ".verify_mask", "attention/torch_tree.py"),
-    Name("sglang.srt.layers.attention.verify_mask:VerifyMask", "attention/torch_tree.py", passes="buffer mode max_bs"),
+    Name(
+        "sglang.srt.layers.attention.verify_mask:VerifyMask",
+        "attention/torch_tree.py attention/flashinfer_backend.py",
+        passes="buffer mode max_bs",
+    ),
     Name(
         "sglang.srt.layers.radix_attention:RadixAttention",
-        "attention/torch_tree.py",
+        "attention/torch_tree.py attention/flashinfer_choice.py attention/flashinfer_backend.py",
         attributes="attn_type is_cross_attention layer_id logit_cap qk_head_dim scaling sliding_window_size "
         "tp_k_head_num tp_q_head_num v_head_dim",
     ),

@@ -84,6 +84,8 @@ def all_checks(model: str | None, drafter: str | None, port: int = DEFAULT_PORT)
         yield check_bf16()
     yield check_port(port)
     yield check_attention_backend()
+    if not _on_our_cpu_platform():
+        yield check_tree_mask()
     if model is None or drafter is None:
         return
     pair = check_drafter(model, drafter)
@@ -333,6 +335,24 @@ def _check_attention_backend() -> Check:
         f"{TREE_BACKENDS[0]} {importlib.metadata.version('flashinfer-python')} unless --attention-backend says "
         f"otherwise (these read tree masks: {', '.join(TREE_BACKENDS)})",
     )
+
+
+def check_tree_mask() -> Check:
+    """Which mask FlashInfer would verify with. The target's layers and the compiler have the last word, at start."""
+    return _guarded("tree mask", "unset SGLANG_DDTREE_FLASHINFER", _check_tree_mask)
+
+
+def _check_tree_mask() -> Check:
+    from sglang_ddtree.attention import flashinfer_choice as choice
+
+    wanted, against = choice.wanted(), choice.against_host()
+    if wanted == "stock":
+        return Check("tree mask", True, f"SGLang's custom_mask ({choice.ENV}=stock)")
+    if against is None:
+        return Check("tree mask", True, "with flashinfer: bit rows, if the target's layers allow it; the log says")
+    if wanted == "tree":
+        return Check("tree mask", False, f"{choice.ENV}=tree, and {against}", f"unset {choice.ENV}")
+    return Check("tree mask", True, f"with flashinfer: SGLang's custom_mask, because {against}")
 
 
 def flashinfer_problem() -> str | None:

@@ -72,6 +72,13 @@ VARIABLES = (
         "how the CPU multiplies weights: half-precision storage with float32 sums, or torch's own",
         "packed where FBGEMM exists",
     ),
+    Flag(
+        "SGLANG_DDTREE_FLASHINFER",
+        "auto|tree|stock",
+        "how FlashInfer verifies trees: auto takes the tree's bits where it can, else SGLang's custom_mask; tree "
+        "does not start where it cannot; stock always takes custom_mask",
+        "auto",
+    ),
     Flag("SGLANG_PLUGINS", "NAMES", "SGLang's list of plugins to load; must contain ddtree if it is set", "unset: all"),
 )
 

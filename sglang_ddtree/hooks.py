@@ -234,6 +234,23 @@ def _graph_runner_class(original: Callable[..., type], model_runner: Any, *args:
     return tree_graph_runner_class(runner_class)
 
 
+def _verify_attention(original: Callable[..., Any], *, model_runner: Any, backend_str: str, **kwargs: Any) -> Any:
+    def stock() -> Any:
+        return original(model_runner=model_runner, backend_str=backend_str, **kwargs)
+
+    if backend_str != "flashinfer" or model_runner.is_draft_worker or not _ddtree_is_running():
+        return stock()
+    from sglang.srt.runtime_context import get_spec
+
+    # Of a split pair the prefill backend verifies, unless the user says decode.
+    half = "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
+    if getattr(model_runner, f"{half}_attention_backend_str") != backend_str:
+        return stock()
+    from sglang_ddtree.attention.flashinfer_backend import build_verifier
+
+    return build_verifier(stock, model_runner, **kwargs)
+
+
 def _state_memory(original: Callable[..., float], configurator: Any, *args: Any, **kwargs: Any) -> float:
     if not _ddtree_is_running():
         return original(configurator, *args, **kwargs)
@@ -317,6 +334,15 @@ ENGINE = (
         _graph_runner_class,
         "around",
         "the verify graph would be captured without a mask, and replay would raise or ignore the tree",
+    ),
+    Hook(
+        "sglang.srt.model_executor.model_runner_components.attention_backend_setup."
+        "_build_full_attention_backend_from_str",
+        _verify_attention,
+        "around",
+        "FlashInfer verifies trees by a mask that is as long as the context, packs it anew each step, and counts it in "
+        "int32 without a check; with it the kernel reads the tree's bits where that can be, and a server whose mask "
+        "could be too large does not start",
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",

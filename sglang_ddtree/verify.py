@@ -11,6 +11,7 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from sglang_ddtree.penalties import PenaltyTable
+from sglang_ddtree.tree.bits import ancestor_bits
 from sglang_ddtree.tree.draft_tree import DraftTree
 from sglang_ddtree.tree.mask import ancestor_mask, full_mask, positions
 
@@ -32,6 +33,13 @@ class DDTreeVerifyInput(EagleVerifyInput):
     tree: Any = None
     penalties: Any = None
 
+    def generate_attn_arg_prefill(self, **arguments: Any) -> tuple[torch.Tensor, ...]:
+        """FlashInfer's indices and mask: EAGLE's own, or no mask where the kernel reads the tree's bits."""
+        if self.custom_mask.dtype != torch.int32:
+            made: tuple[torch.Tensor, ...] = super().generate_attn_arg_prefill(**arguments)
+            return made
+        return (*verify_indices(self.draft_token_num, **arguments), None)
+
     @property
     def tree_topk(self) -> int:
         """-1 is SGLang's word for a tree without fixed branching."""
@@ -43,6 +51,47 @@ class DDTreeVerifyInput(EagleVerifyInput):
 
         assert self.sampler is not None
         return sample_tree(self, batch, logits_output, grammar_mask, self.sampler)
+
+
+def verify_indices(
+    width: int,
+    *,
+    req_pool_indices: torch.Tensor,
+    paged_kernel_lens: torch.Tensor,
+    paged_kernel_lens_sum: int,
+    translator: Any,
+    plan: Any,
+    kind: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where FlashInfer finds a verify pass's keys: EAGLE's ``generate_attn_arg_prefill`` without the mask.
+
+    Args:
+        width: verify width ``Q``.
+        req_pool_indices: integer ``[bs]``.
+        paged_kernel_lens: integer ``[bs]``, prefix lengths.
+        paged_kernel_lens_sum: their sum, or more.
+
+    Returns:
+        int32 slots ``[sum + bs * Q]``, int32 ``[bs + 1]`` where each request's begin, int32 ``[bs + 1]`` its rows.
+    """
+    bs, device = req_pool_indices.numel(), req_pool_indices.device
+    rows = torch.arange(0, (bs + 1) * width, width, dtype=torch.int32, device=device)
+    lens = paged_kernel_lens + width
+    starts = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+    starts[1:] = torch.cumsum(lens, 0)
+    total = paged_kernel_lens_sum + bs * width
+    slots = torch.empty(total, dtype=torch.int32, device=device)
+    translator.pack_read_stream(
+        plan,
+        req_pool_indices=req_pool_indices,
+        seq_lens=lens,
+        indptr=starts,
+        out=slots,
+        kind=kind,
+        num_token_blocks=None,
+        kv_lens_sum=total,
+    )
+    return slots, starts, rows
 
 
 def make_verify_input(
@@ -99,6 +148,9 @@ def _mask(
     """The mask in the layout the backend reads, in its own buffer when it has one that fits."""
     bs, width = tree.tokens.shape
     verify_mask = attn_backend.verify_mask
+    if verify_mask is not None and verify_mask.mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
+        # Ours alone (attention/flashinfer_backend.py), with room for every batch.
+        return ancestor_bits(tree, depth, out=verify_mask.buffer[: bs * width])
     owned = verify_mask is not None and verify_mask.fits(bs)
     if verify_mask is not None and verify_mask.mode == TreeMaskMode.QLEN_ONLY:
         mask = ancestor_mask(tree, depth)

@@ -8,6 +8,8 @@
 kernels: every Triton kernel against its reference on the CPU, bit for bit, on random trees of budgets 1 to 256.
 replay:  build, masks and walk captured in one CUDA graph and replayed on changing inputs; a call that waits for the
          host is an error.
+attention: FlashInfer's tree variant against plain attention, replayed from a CUDA graph, and timed beside FlashInfer
+         without a mask and with its own. Compiles five modules first. Needs FlashInfer 0.7.2 and nvcc.
 timing:  each kernel and the torch function it replaces, eager and from a CUDA graph, by CUDA events.
 serve:   DDTREE against plain decoding with the triton and flashinfer backends, eager and with CUDA graphs. In float32
          the tokens must be the same; in bfloat16 they may part at near-ties only. Without --model this is the demo
@@ -31,7 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = ("kernels", "replay", "timing", "serve")
+PARTS = ("kernels", "replay", "attention", "timing", "serve")
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "drafters/smollm2-135m-dflash-b8"
 
@@ -60,6 +62,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[16, 64, 128, 256],
         metavar="N",
         help="kernels goes up to the largest of them",
+    )
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 10240, 102400], metavar="N", help="timed in attention"
     )
     parser.add_argument("--repeats", type=int, default=50, metavar="N", help="timed calls (%(default)s)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="served target (default: the demo model)")
@@ -99,7 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse("torch finds no CUDA device (--device cpu tries the script out without one)")
     from sglang_ddtree.gpu import report
 
-    runners = {"kernels": check_kernels, "replay": check_replay, "timing": take_times, "serve": check_serve}
+    runners = {
+        "kernels": check_kernels,
+        "replay": check_replay,
+        "attention": check_attention,
+        "timing": take_times,
+        "serve": check_serve,
+    }
     found: Result = {
         "command": " ".join(["scripts/gpu_check.py", *(argv or sys.argv[1:])]),
         "machine": report.facts(options),
@@ -157,6 +168,34 @@ def check_replay(options: argparse.Namespace) -> Result:
     ]
     replays = sum(check_replays(size, device, options.replays) for size in sizes)
     return {"status": "passed", "sizes": len(sizes), "replays": replays, "graphs": options.device == "cuda"}
+
+
+def check_attention(options: argparse.Namespace) -> Result:
+    import contextlib
+
+    import torch
+
+    if importlib.util.find_spec("flashinfer") is None:
+        raise NotRun("FlashInfer is not installed")
+    from sglang_ddtree.attention.flashinfer_choice import against_host
+    from sglang_ddtree.gpu import attention, flashinfer_stand_in
+
+    device = torch.device(options.device)
+    on_gpu = options.device == "cuda"
+    if on_gpu and (against := against_host()):
+        raise NotRun(against)
+    with contextlib.nullcontext() if on_gpu else flashinfer_stand_in.flashinfer_on_cpu():
+        widths = (2, 17, 33, 65, 257) if on_gpu else (17, 33)
+        prefixes = ((0, 1, 37, 700), (5, 1024), (100_000,)) if on_gpu else ((0, 1, 37),)
+        rows = []
+        for variant in attention.VARIANTS if on_gpu else attention.VARIANTS[:4:3]:
+            rows.append(attention.check_variant(variant, device, widths, prefixes))
+            say(f"{rows[-1]['variant']}: {rows[-1]['cases']} cases, worst {rows[-1]['worst']:.3g}")
+        replays = attention.check_replays(device, 65 if on_gpu else 17, 3000 if on_gpu else 40, options.replays)
+        times = []
+        if on_gpu:
+            times = attention.measure(device, options.batch_sizes, options.budgets, options.contexts, options.repeats)
+    return {"status": "passed", "rows": rows, "replayed": replays, "times": times, "stand_in": not on_gpu}
 
 
 def take_times(options: argparse.Namespace) -> Result:

@@ -57,6 +57,7 @@ def markdown(found: dict[str, Any]) -> str:
         lines += [f"{here['cpu']}; {versions}.", ""]
     lines += ["| part | result | seconds | |", "|---|---|---|---|"]
     lines += [f"| {name} | {part['status']} | {part['seconds']} | {_detail(part)} |" for name, part in parts.items()]
+    lines += _attention(parts.get("attention", {}).get("times", []))
     lines += _times(parts.get("timing", {}).get("rows", []))
     lines += _served(parts.get("serve", {}).get("rows", []))
     return "\n".join(lines) + "\n"
@@ -67,9 +68,31 @@ def _detail(part: dict[str, Any]) -> str:
         return part["reason"].replace("|", "/")
     if "trees" in part:
         return f"{part['trees']} random trees of {part['sizes']} sizes, bit for bit"
+    if "replayed" in part:
+        cases = sum(row["cases"] for row in part["rows"])
+        where = ", torch in place of the kernels" if part["stand_in"] else ""
+        return f"{cases} cases of {len(part['rows'])} variants, {part['replayed']} replays{where}"
     if "replays" in part:
         return f"{part['replays']} {'replays' if part['graphs'] else 'calls, no graphs'}, {part['sizes']} sizes"
     return f"{len(part['rows'])} rows below"
+
+
+def _attention(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "One layer's attention, median microseconds from a CUDA graph (32 query heads, 8 of keys, size 128,"]
+    lines += ["bfloat16), and one plan by the clock. *Tree* is the project's variant, *stock* FlashInfer's mask.", ""]
+    lines += [
+        "| context | bs | budget | tree | unmasked | stock | tree / unmasked | stock / tree | plan: tree | stock |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        times = " | ".join(f"{row[name]:.0f}" for name in ("tree", "unmasked", "stock"))
+        lines.append(
+            f"| {row['context']} | {row['bs']} | {row['budget']} | {times} | {row['over_unmasked']:.2f} "
+            f"| {row['stock_over_tree']:.2f} | {row['tree_plan']:.0f} | {row['stock_plan']:.0f} |"
+        )
+    return lines
 
 
 def _times(rows: list[dict[str, Any]]) -> list[str]:

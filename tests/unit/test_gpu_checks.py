@@ -62,6 +62,61 @@ def test_parts_that_run_on_a_cpu(tmp_path):
     assert "no GPU result" in page and "| replay | passed |" in page
 
 
+def test_the_attention_part_tries_itself_out_on_a_cpu(tmp_path):
+    """FlashInfer's wrappers over torch in place of the kernels; the page says so."""
+    arguments = ["--device", "cpu", "--parts", "attention", "--replays", "6", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 0
+    part = json.loads((tmp_path / "tried.json").read_text())["parts"]["attention"]
+    assert part["replayed"] == 6 and [row["cases"] > 10 for row in part["rows"]] == [True, True]
+    assert "torch in place of the kernels" in (tmp_path / "tried.md").read_text()
+
+
+def test_a_wrong_attention_fails_the_part(tmp_path, monkeypatch):
+    from sglang_ddtree.gpu import flashinfer_stand_in
+
+    right = flashinfer_stand_in.read_tree_bits
+
+    def no_window(bits, rows, request, kv_len, window):
+        return right(bits, rows, request, kv_len, None)
+
+    monkeypatch.setattr(flashinfer_stand_in, "read_tree_bits", no_window)
+    arguments = ["--device", "cpu", "--parts", "attention", "--replays", "1", "--out", str(tmp_path), "--name", "bad"]
+    assert checks.main(arguments) == 1
+    reason = json.loads((tmp_path / "bad.json").read_text())["parts"]["attention"]["reason"]
+    assert "WrongAttention" in reason and "window=" in reason
+
+
+def test_attention_is_timed_beside_the_two_other_masks(monkeypatch):
+    """The loop, with what a CPU lacks left out: FlashInfer's own kernels do nothing here."""
+    import flashinfer
+
+    from sglang_ddtree.attention.flashinfer_tree import tree_wrapper_class
+    from sglang_ddtree.gpu import attention, flashinfer_stand_in
+
+    masks = []
+
+    class Stock:
+        def __init__(self, *args, **options):
+            pass
+
+        def begin_forward(self, *args, custom_mask=None, **options):
+            masks.append(None if custom_mask is None else custom_mask.numel())
+
+        def forward(self, *args, **options):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with flashinfer_stand_in.flashinfer_on_cpu():
+        tree_wrapper_class()
+        monkeypatch.setattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper", Stock)
+        rows = attention.measure(CPU, [2], [8], [20, 10**6], 1)
+    (row,) = rows
+    assert (row["context"], row["bs"], row["budget"]) == (20, 2, 8) and row["tree"] > 0
+    assert set(masks) == {None, 2 * 9 * (20 + 9)}
+    page = "\n".join(report._attention(rows))
+    assert page.splitlines()[-1].startswith("| 20 | 2 | 8 | ")
+
+
 def test_nothing_checked_is_no_success(tmp_path):
     assert checks.main(["--device", "cpu", "--parts", "kernels", "--out", str(tmp_path)]) == 2
 

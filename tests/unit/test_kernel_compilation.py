@@ -36,7 +36,7 @@ def test_every_kernel_and_budget_is_listed():
 
 
 def test_the_script_prints_its_table():
-    command = [sys.executable, str(SCRIPT), "--arch", "90", "--budgets", "16"]
+    command = [sys.executable, str(SCRIPT), "--parts", "triton", "--arch", "90", "--budgets", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
@@ -69,7 +69,7 @@ def test_the_script_fails_when_a_kernel_does(monkeypatch, capsys):
         raise RuntimeError(f"no registers left\nptxas failed on sm_{arch}")
 
     monkeypatch.setattr("sglang_ddtree.gpu.compilation.compile_variant", refuse)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--arch", "90", "--budgets", "8"])
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--parts", "triton", "--arch", "90", "--budgets", "8"])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(SystemExit) as done:
         runpy.run_path(str(SCRIPT), run_name="__main__")
