@@ -3,11 +3,14 @@
 #
 # Arguments go to pytest: scripts/test.sh -k tree
 # With arguments the linters are left out, since only a part is being looked at.
+# With --patched as the first one, SGLang is the installed one with all of patches/ in (a copy; nothing installed changes).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-case "${1:-}" in -h|--help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+case "${1:-}" in -h|--help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 . "$here/scripts/lib.sh"
+patched=
+if [ "${1:-}" = --patched ]; then patched=1; shift; fi
 use_env
 cd "$here"
 say() { printf '[test] %s\n' "$*" >&2; }
@@ -31,6 +34,16 @@ if [ $# -eq 0 ]; then
     export OMP_NUM_THREADS=1 SGLANG_DDTREE_CPU_THREADS=1
     set -- -n 2 --dist loadfile
   fi
+fi
+if [ -n "$patched" ]; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  PYTHONPATH=tests/engine "$ENV/bin/python" -c \
+    'import sys, pathlib, patched_site; patched_site.make(pathlib.Path(sys.argv[1]))' "$site"
+  export PYTHONPATH=$site
+  say "patched SGLang, pytest $*"
+  "$ENV/bin/python" -m pytest "$@"
+  exit
 fi
 say "pytest $*"
 exec "$ENV/bin/python" -m pytest "$@"
