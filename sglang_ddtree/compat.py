@@ -109,7 +109,7 @@ CONTRACT: tuple[Name, ...] = (
         signature="self batch on_publish grammar_barrier pp_proxy_tensors",
         attributes="device draft_model draft_model_runner draft_parallel_layout model_runner target_worker "
         "use_compact_draft_cache speculative_num_draft_tokens _draft_block_spec_info _full_embed_gpu _mask_token_id "
-        "_noise_embed_scale",
+        "_noise_embed_scale _draft_sampler",
     ),
     Name(_DFLASH + ":DFlashWorkerV2.init_attention_backends", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2.init_cuda_graphs", "worker.py", signature="self"),
@@ -321,7 +321,14 @@ CONTRACT: tuple[Name, ...] = (
     ),
     # Sampling
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
-    Name("sglang.srt.runtime_context:get_exec", "attention/flashinfer_backend.py hooks.py", signature=""),
+    Name("sglang.srt.runtime_context:get_exec", "attention/flashinfer_backend.py hooks.py worker.py", signature=""),
+    Name("sglang.srt.environ:envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "folding.py"),
+    Name(
+        "sglang.srt.model_executor.model_runner:ModelRunnerOutput",
+        "worker.py",
+        attributes="logits_output can_run_graph",
+    ),
+    Name("sglang.srt.sampling.sampling_batch_info:ProcessorEntry", "sampling.py", attributes="processor indices"),
     Name(
         "sglang.srt.layers.sampler:Sampler._sample_from_probs",
         "hooks.py",

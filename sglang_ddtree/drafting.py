@@ -1,9 +1,32 @@
-"""Drafter hidden states -> the top candidates of every drafted position."""
+"""Drafter hidden states -> the top candidates of every drafted position -> the tree."""
 
 from __future__ import annotations
 
 import torch
 from sglang.srt.models.dflash import candidate_topk
+
+from sglang_ddtree.config import DDTreeConfig
+from sglang_ddtree.tree.build import build_tree
+from sglang_ddtree.tree.draft_tree import DraftTree
+
+
+def draft_tree(
+    draft_hidden: torch.Tensor,
+    root_tokens: torch.Tensor,
+    lm_head: torch.nn.Module,
+    config: DDTreeConfig,
+    *,
+    out: DraftTree | None = None,
+) -> DraftTree:
+    """The best-first tree of every request; called in a step, and in the capture of the draft graph.
+
+    Args:
+        draft_hidden: ``[bs, B, hidden]``, as for :func:`draft_candidates`.
+        root_tokens: int64 ``[bs]``, the last committed tokens.
+        out: trees to write instead of allocating, as for :func:`sglang_ddtree.tree.build.build_tree`.
+    """
+    log_probs, token_ids = draft_candidates(draft_hidden, lm_head, config.depth, config.top_k)
+    return build_tree(log_probs, token_ids, root_tokens, config.budget, out=out)
 
 
 def draft_candidates(

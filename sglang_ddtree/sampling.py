@@ -117,16 +117,11 @@ def _first_children(next_child: torch.Tensor, info: SamplingBatchInfo) -> torch.
     """
     if not info.has_custom_logit_processor:
         return next_child
-    rows = [
-        row
-        for entry in info.custom_logit_processor.values()
-        if type(entry.processor) is not DisallowedTokensLogitsProcessor
-        for row in entry.rows
-    ]
-    if not rows:
-        return next_child
     cut = next_child.clone()
-    cut[rows, 0] = -1
+    for entry in info.custom_logit_processor.values():
+        if type(entry.processor) is not DisallowedTokensLogitsProcessor:
+            # SGLang keeps the rows on the device too; a list of them would be a copy that the host waits for.
+            cut[:, 0].index_fill_(0, entry.indices, -1)
     return cut
 
 

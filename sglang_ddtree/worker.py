@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
@@ -31,11 +31,13 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang_ddtree import compat, hooks
 from sglang_ddtree.config import MAX_TOP_K, DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
+from sglang_ddtree.folding import TreeSampler, make_tree_sampler
 from sglang_ddtree.grammar import keep_allowed, root_bitmask
 from sglang_ddtree.metrics import make_metrics
 from sglang_ddtree.penalties import PenaltyTable, has_penalties
 from sglang_ddtree.plugin import hook_groups
 from sglang_ddtree.tree.build import build_tree
+from sglang_ddtree.tree.draft_tree import DraftTree
 from sglang_ddtree.verify import make_verify_input
 
 if TYPE_CHECKING:
@@ -86,9 +88,14 @@ class DDTreeWorker(DFlashWorkerV2):
         with self._draft_scope():
             super().init_cuda_graphs()
 
-    def _maybe_build_draft_sampler(self) -> None:
-        # The captured tail would take an argmax; the tree needs candidates.
-        return None
+    def _maybe_build_draft_sampler(self) -> TreeSampler | None:
+        # init_cuda_graphs keeps it as _draft_sampler and captures it behind the draft model.
+        return make_tree_sampler(
+            self._lm_head(), self.tree_config, get_exec().graph.cuda_graph_config.decode.bs, self.device
+        )
+
+    def _lm_head(self) -> torch.nn.Module:
+        return unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
 
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         # DFLASH rehearses its own chain sampler; DDTREE samples with the target's.
@@ -138,22 +145,9 @@ class DDTreeWorker(DFlashWorkerV2):
             read_extent=config.window,
         )
 
-        # 1. Draft.
-        hidden = self._draft_block(batch, draft_input, plan, window, positions, block_ids)
-
-        # 2. Tree.
-        lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
-        bitmask = None
-        if batch.has_grammar:
-            vocab_size = batch.sampling_info.vocab_size
-            bitmask = root_bitmask(batch.reqs, vocab_size, hidden.device, grammar_barrier)
-        with draft_tp_context(self.draft_parallel_layout):
-            candidates = config.top_k if bitmask is None else MAX_TOP_K
-            log_probs, token_ids = draft_candidates(hidden, lm_head, config.depth, candidates)
-        if bitmask is not None:
-            log_probs, token_ids = keep_allowed(log_probs, token_ids, bitmask, config.top_k)
-        self._metrics.mark("draft")
-        tree = build_tree(log_probs, token_ids, block_ids[:, 0], config.budget)
+        # 1. Draft. 2. Tree.
+        hidden, is_replay = self._draft_block(batch, draft_input, plan, window, positions, block_ids)
+        tree = self._draft_tree(batch, hidden, block_ids, is_replay, grammar_barrier)
 
         # 3. Verify. The tree takes the first Q slots of the window.
         wide = config.window > config.verify_width
@@ -252,8 +246,8 @@ class DDTreeWorker(DFlashWorkerV2):
         window: torch.Tensor,
         positions: torch.Tensor,
         block_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the drafter over one block per request; hidden states ``[bs, B, hidden]``.
+    ) -> tuple[torch.Tensor, bool]:
+        """Run the drafter over one block per request: hidden states ``[bs, B, hidden]``, and whether from its graph.
 
         As in ``DFlashWorkerV2.forward_batch_generation``, which has no method for it.
         """
@@ -301,7 +295,38 @@ class DDTreeWorker(DFlashWorkerV2):
         draft_plan.bind(forward_batch, translator, cols=slice(0, block_size))
         with torch.inference_mode(), draft_tp_context(self.draft_parallel_layout):
             out = self.draft_model_runner.forward(forward_batch)
-        return out.logits_output.hidden_states.view(bs, block_size, -1)
+        return out.logits_output.hidden_states.view(bs, block_size, -1), out.can_run_graph
+
+    def _draft_tree(
+        self,
+        batch: ScheduleBatch,
+        hidden: torch.Tensor,
+        block_ids: torch.Tensor,
+        is_replay: bool,
+        grammar_barrier: Any,
+    ) -> DraftTree:
+        """The step's trees: those that the draft graph built, unless a grammar takes tokens from the root.
+
+        Args:
+            hidden: ``[bs, B, hidden]`` of the draft pass.
+            block_ids: int64 ``[bs, B]``; column 0 holds the roots.
+            is_replay: whether the draft pass was a replay of its graph.
+        """
+        config = self.tree_config
+        bitmask = None
+        if batch.has_grammar:
+            vocab_size = batch.sampling_info.vocab_size
+            bitmask = root_bitmask(batch.reqs, vocab_size, hidden.device, grammar_barrier)
+        if bitmask is None and is_replay and self._draft_sampler is not None:
+            self._metrics.mark("draft")
+            return self._draft_sampler.first(len(block_ids))
+        with draft_tp_context(self.draft_parallel_layout):
+            candidates = config.top_k if bitmask is None else MAX_TOP_K
+            log_probs, token_ids = draft_candidates(hidden, self._lm_head(), config.depth, candidates)
+        if bitmask is not None:
+            log_probs, token_ids = keep_allowed(log_probs, token_ids, bitmask, config.top_k)
+        self._metrics.mark("draft")
+        return build_tree(log_probs, token_ids, block_ids[:, 0], config.budget)
 
     def _draft_lens(
         self, batch: ScheduleBatch, draft_input: DFlashDraftInputV2, window: torch.Tensor

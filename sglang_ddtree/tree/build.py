@@ -31,7 +31,14 @@ from sglang_ddtree.tree.kernels.dispatch import on_host, use_kernels
 _HEAP_MAX_NODES = 256
 
 
-def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: torch.Tensor, budget: int) -> DraftTree:
+def build_tree(
+    log_probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    root_tokens: torch.Tensor,
+    budget: int,
+    *,
+    out: DraftTree | None = None,
+) -> DraftTree:
     """Build the tree of the ``budget`` most probable continuations for every request.
 
     On a CUDA device this is a Triton kernel within its limits (``kernels/dispatch.py``), elsewhere
@@ -43,6 +50,7 @@ def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: to
         token_ids: int64 ``[bs, depth, K]``, distinct along K.
         root_tokens: int64 ``[bs]``, the last committed tokens.
         budget: nodes below the root, at least 1.
+        out: a tree of this batch size and width on the same device; overwritten and returned.
 
     Returns:
         A tree of width ``budget + 1`` on the same device; see the module docstring for the order of its nodes.
@@ -51,14 +59,18 @@ def build_tree(log_probs: torch.Tensor, token_ids: torch.Tensor, root_tokens: to
         ValueError: a wrong shape, dtype, device or budget.
     """
     _check_inputs(log_probs, token_ids, root_tokens, budget)
+    if out is not None and out.tokens.shape != (log_probs.shape[0], budget + 1):
+        raise ValueError(f"out must be {(log_probs.shape[0], budget + 1)}, got {tuple(out.tokens.shape)}")
     if on_host(log_probs.device) and log_probs.shape[0] * budget <= _HEAP_MAX_NODES:
-        return build_tree_reference(log_probs, token_ids, root_tokens, budget)
+        tree = build_tree_reference(log_probs, token_ids, root_tokens, budget)
+        return tree if out is None else out.copy_(tree)
     _, max_depth, top_k = log_probs.shape
     if use_kernels(log_probs.device, budget + 1, max_depth=max_depth, top_k=top_k):
         from sglang_ddtree.tree.kernels.build import build_tree_triton
 
-        return build_tree_triton(log_probs, token_ids, root_tokens, budget)
-    return build_tree_batched(log_probs, token_ids, root_tokens, budget)
+        return build_tree_triton(log_probs, token_ids, root_tokens, budget, out=out)
+    tree = build_tree_batched(log_probs, token_ids, root_tokens, budget)
+    return tree if out is None else out.copy_(tree)
 
 
 def build_tree_reference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -50,6 +50,29 @@ class DraftTree:
     @property
     def device(self) -> torch.device:
         return self.tokens.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
+    def first(self, count: int) -> DraftTree:
+        """The trees of the first ``count`` requests, in the same memory."""
+        return DraftTree(*(getattr(self, field.name)[:count] for field in fields(self)))
+
+    def copy_(self, other: DraftTree) -> DraftTree:
+        """Overwrite these trees with ``other``'s, of the same shape; returns ``self``."""
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(other, field.name))
+        return self
+
+
+def empty_tree(bs: int, width: int, device: torch.device | str) -> DraftTree:
+    """Memory for ``bs`` trees of verify width ``width``; its contents are undefined."""
+    links = torch.empty(5, bs, width, dtype=torch.int64, device=device)
+    tokens, parents, depths, next_child, next_sibling = links.unbind(0)
+    weights = torch.empty(bs, width, dtype=torch.float32, device=device)
+    num_nodes = torch.empty(bs, dtype=torch.int64, device=device)
+    return DraftTree(tokens, parents, depths, weights, next_child, next_sibling, num_nodes)
 
 
 def check_invariants(tree: DraftTree) -> None:

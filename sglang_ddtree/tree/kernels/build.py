@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ddtree.tree.draft_tree import DraftTree
+from sglang_ddtree.tree.draft_tree import DraftTree, empty_tree
 from sglang_ddtree.tree.kernels.dispatch import MAX_BUDGET, MAX_DEPTH, MAX_TOP_K
 from sglang_ddtree.tree.kernels.launch import block_size, node_block
 
@@ -45,7 +45,7 @@ def build_tree_triton(
             f"the kernel builds trees of budget 1-{MAX_BUDGET}, depth 1-{MAX_DEPTH}, K 1-{MAX_TOP_K}, "
             f"got {budget}, {max_depth}, {top_k}"
         )
-    out = _empty_tree(bs, budget + 1, log_probs.device) if out is None else out
+    out = empty_tree(bs, budget + 1, log_probs.device) if out is None else out
     if out.tokens.shape != (bs, budget + 1):
         raise ValueError(f"out must be a tree of shape {(bs, budget + 1)}, got {tuple(out.tokens.shape)}")
     if bs == 0:
@@ -75,14 +75,6 @@ def build_constants(bs: int, budget: int) -> dict[str, int]:
     """What the kernel is compiled for: depth and K are run-time arguments."""
     nodes = node_block(budget)
     return {"TREES": block_size(1, bs, nodes), "NODES": nodes, "num_warps": 1}
-
-
-def _empty_tree(bs: int, width: int, device: torch.device) -> DraftTree:
-    links = torch.empty(5, bs, width, dtype=torch.int64, device=device)
-    tokens, parents, depths, next_child, next_sibling = links.unbind(0)
-    weights = torch.empty(bs, width, dtype=torch.float32, device=device)
-    num_nodes = torch.empty(bs, dtype=torch.int64, device=device)
-    return DraftTree(tokens, parents, depths, weights, next_child, next_sibling, num_nodes)
 
 
 @triton.jit
