@@ -66,10 +66,17 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="measure acceptance, and whether another setting would give a better one")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
-    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 8 to 20 of them")
+    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 20 or more")
     one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to answer (default 64)")
     one.add_argument("--device", default=None, help="torch device (default: cuda where there is one, else cpu)")
     one.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    one.add_argument(
+        "--positions",
+        type=int,
+        default=1280,
+        metavar="N",
+        help="positions on which settings are compared (default 1280)",
+    )
     one.add_argument("--no-alternatives", action="store_true", help="only measure the settings as they are")
     one.add_argument("--json", action="store_true", help="print JSON")
     one.set_defaults(run=_verify)
@@ -147,6 +154,7 @@ def _verify(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
         alternatives=not options.no_alternatives,
+        positions=options.positions,
         progress=lambda text: print(f"[verify] {text}", file=sys.stderr, flush=True),
     )
     print(json.dumps(report.as_json(), indent=2) if options.json else describe(report))
