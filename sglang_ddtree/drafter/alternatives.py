@@ -50,6 +50,8 @@ def other_settings(replica: Replica, target_dir: Path, target_layers: int) -> It
             yield Alternative("rope_theta", base, {"rope_theta": base})
     for token in _masks(target_dir, shape):
         yield Alternative("mask_token_id", token, {"mask_token_id": token})
+    if replica.mask_embedding is not None:
+        yield Alternative("mask_token_id", "the target's row", {"mask_token_id": shape.mask_token_id})
     for size in _BLOCK_SIZES:
         if size != shape.block_size:
             yield Alternative("block_size", size, {"block_size": size})

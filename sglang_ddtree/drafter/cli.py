@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     known.add_argument("--rms-norm-eps", type=float, metavar="EPS")
     one.set_defaults(run=_prepare)
 
+    one = commands.add_parser("convert-mask-embedding", help="make a mask_embedding.pt readable without unpickling")
+    one.add_argument("path", type=Path, metavar="FILE|DIR", help="mask_embedding.pt, or the directory that holds it")
+    one.add_argument("--mask-token-id", type=int, metavar="ID", help="only for a file that does not say it")
+    one.set_defaults(run=_convert)
+
     one = commands.add_parser("check", help="everything in the files that would fail or silently hurt when serving")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
@@ -116,6 +121,13 @@ def _prepare(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     print(f"{options.out}: made ({'copy' if how == 'copy' else how + ' link'} of the weights)")
     return _report(options.out, target)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from sglang_ddtree.drafter.mask_embedding import convert
+
+    print(f"{convert(options.path, options.mask_token_id)}: made; DDTREE uses it, DFLASH does not")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from sglang_ddtree.drafter import mask_embedding
 from sglang_ddtree.drafter.check import check_pair
 from sglang_ddtree.drafter.families import HARMLESS, plain_name
 from sglang_ddtree.drafter.files import read_config
@@ -24,11 +25,12 @@ _DEFAULT_THETA = 10000.0
 @dataclass
 class Replica:
     """``causal`` says for each layer whether a block's positions see only earlier ones, ``windows`` how many positions
-    each layer sees, a position's own included (None: all)."""
+    each layer sees, a position's own included (None: all); ``mask_embedding`` [hidden] is its own mask vector."""
 
     drafter: Drafter
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
+    mask_embedding: torch.Tensor | None = None
 
     def set_attention(self, causal: tuple[bool, ...], windows: tuple[int | None, ...]) -> None:
         for layer, is_causal, window in zip(self.drafter.layers, causal, windows, strict=True):
@@ -82,7 +84,9 @@ def load_replica(draft_dir: Path, target_dir: Path) -> Replica:
     drafter.load_state_dict(_weights(draft_dir, shape), strict=False)
     kinds = text.get("layer_types") or ["full_attention"] * info.num_layers
     kinds = kinds[: info.num_layers]
-    replica = Replica(drafter.float().eval(), _causal(text, kinds), _windows(text, kinds))
+    replica = Replica(
+        drafter.float().eval(), _causal(text, kinds), _windows(text, kinds), mask_embedding.read(draft_dir)
+    )
     replica.set_attention(replica.causal, replica.windows)
     return replica
 

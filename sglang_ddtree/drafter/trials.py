@@ -26,8 +26,7 @@ _MANY, _FINALISTS, _COARSE_STEP, _COARSE_DEPTHS = 8, 6, 4, 2
 
 @dataclass(frozen=True)
 class Trial:
-    """One alternative. ``values``: how many p-values its own shares ALPHA with. ``coarse``: dropped after a first look on
-    fewer positions."""
+    """One alternative. ``values``: how many p-values its own shares ALPHA with; ``coarse``: dropped at first look."""
 
     alternative: Alternative
     comparison: Comparison

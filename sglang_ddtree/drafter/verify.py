@@ -100,6 +100,9 @@ def verify(
     )
     with torch.device(where):
         replica.drafter.to(where)
+        if replica.mask_embedding is not None:
+            heads.blocks = heads.embed.clone()
+            heads.blocks[shape.mask_token_id] = replica.mask_embedding.to(where)
         progress(f"measuring {sum(len(one.tokens) - one.prompt - 1 for one in answers)} positions")
         report = _measure(replica, answers, heads)
         if alternatives:
@@ -238,13 +241,11 @@ def _table(trials: Sequence[Trial]) -> list[str]:
     for trial in sorted(trials, key=lambda trial: -max(trial.comparison.t_probability, trial.comparison.t_log_prob)):
         best.setdefault(trial.alternative.setting, trial)
     rows = [f"best other value of each setting, against the config's ({trials[0].comparison.prompts} prompts)"]
-    rows.append("                            value  right at all depths  log-probability  t     corrected p")
+    rows.append(f"  {'setting':16} {'value':>24}  right at all depths  log-probability      t  corrected p")
     for name, trial in best.items():
         one = trial.comparison
         value = str(trial.alternative.value)
         t = max(one.t_probability, one.t_log_prob)
-        rows.append(
-            f"  {name:16} {value:>14}  {one.agreement:6.1%} ({one.agreement - one.given:+6.1%})  {one.log_prob:+15.4f}  "
-            f"{t:+5.1f}  {trial.p:.2g}"
-        )
+        right = f"{one.agreement:6.1%} ({one.agreement - one.given:+6.1%})"
+        rows.append(f"  {name:16} {value:>24}  {right:>19}  {one.log_prob:+15.4f}  {t:+5.1f}  {trial.p:11.2g}")
     return rows
