@@ -41,7 +41,7 @@ class Heads:
             self.blocks = self.embed
 
 
-def read_prompts(path: Path, limit: int = 64) -> list[str]:
+def read_prompts(path: Path, limit: int = 256) -> list[str]:
     """The first ``limit`` non-empty lines.
 
     Raises:
@@ -53,7 +53,7 @@ def read_prompts(path: Path, limit: int = 64) -> list[str]:
         raise DDTreeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     prompts = [line.strip() for line in lines if line.strip()][:limit]
     if not prompts:
-        raise DDTreeError(f"{path} holds no prompt: write one a line, 20 or more.")
+        raise DDTreeError(f"{path} holds no prompt: write one a line, 40 or more.")
     return prompts
 
 

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="measure acceptance, and whether another setting would give a better one")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
-    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 20 or more")
+    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 40 or more")
     one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to answer (default 64)")
     one.add_argument("--device", default=None, help="torch device (default: cuda where there is one, else cpu)")
     one.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
