@@ -80,7 +80,7 @@ CONTRACT: tuple[Name, ...] = (
         "algorithm.py attention/flashinfer_backend.py hooks.py state_check.py worker.py",
         signature="",
     ),
-    Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py", signature="server_args"),
+    Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py worker.py", signature="server_args"),
     Name("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "plugin.py", signature="name"),
     Name("sglang.srt.server_args:ServerArgs.add_cli_args", "hooks.py", passes="parser"),
     Name(
@@ -109,7 +109,7 @@ CONTRACT: tuple[Name, ...] = (
         signature="self batch on_publish grammar_barrier pp_proxy_tensors",
         attributes="device draft_model draft_model_runner draft_parallel_layout model_runner target_worker "
         "use_compact_draft_cache speculative_num_draft_tokens _draft_block_spec_info _full_embed_gpu _mask_token_id "
-        "_noise_embed_scale _draft_sampler",
+        "_noise_embed_scale _draft_sampler server_args",
     ),
     Name(_DFLASH + ":DFlashWorkerV2.init_attention_backends", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2.init_cuda_graphs", "worker.py", signature="self"),
@@ -117,6 +117,7 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.model_executor.model_runner:ModelRunner.prewarm_sampling", "worker.py", signature="self"),
     Name("sglang.srt.model_executor.model_runner:SamplingPrewarmResult", "worker.py"),
     Name(_DFLASH + ":DFlashWorkerV2._defer_target_verify_gather", "worker.py", signature="self"),
+    Name(_DFLASH + ":DFlashWorkerV2._maybe_merge_trained_mask_embedding", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2._maybe_build_draft_sampler", "worker.py", signature="self"),
     Name(_DFLASH + ":DFlashWorkerV2._validate_phase1_sampling_support", "worker.py", signature="self batch"),
     Name(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import (
@@ -30,6 +31,8 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sglang_ddtree import compat, hooks
 from sglang_ddtree.config import MAX_TOP_K, DDTreeConfig
+from sglang_ddtree.drafter import mask_embedding
+from sglang_ddtree.drafter.files import resolve_model_dir
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.folding import TreeSampler, make_tree_sampler
 from sglang_ddtree.grammar import keep_allowed, root_bitmask
@@ -75,6 +78,14 @@ class DDTreeWorker(DFlashWorkerV2):
             speculative_eagle_topk=1,
             speculative_num_steps=1,
         )
+
+    def _maybe_merge_trained_mask_embedding(self) -> None:
+        # SGLang writes a drafter's own mask vector, which it unpickles, over a row of the target's embedding. Here the
+        # drafter's blocks alone get it, and only the converted file is read.
+        args = resolving_view(self.server_args)
+        path, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
+        vector = mask_embedding.read(resolve_model_dir(path, revision, weights=True))
+        self._mask_embedding = None if vector is None else vector.to(self.device)
 
     def _defer_target_verify_gather(self) -> None:
         # run_eagle_verify reads whole logits; it cannot finish a gather that DFLASH would defer.
@@ -260,6 +271,9 @@ class DDTreeWorker(DFlashWorkerV2):
             embeds = torch.nn.functional.embedding(block_ids, self._full_embed_gpu)
         else:
             embeds = embedding(block_ids)
+        if self._mask_embedding is not None:
+            embeds = embeds.clone()
+            embeds[:, 1:] = self._mask_embedding
         if self._noise_embed_scale != 1.0:
             embeds = embeds * self._noise_embed_scale
 

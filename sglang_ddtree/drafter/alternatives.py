@@ -17,6 +17,7 @@ from sglang_ddtree.training.model import DrafterShape
 
 _ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _BLOCK_SIZES = (4, 8, 16, 32)
+_WINDOWS = (256, 512, 1024, 2048, 4096)
 #: Mask tokens tried: each costs one pass of the drafter.
 _MAX_MASKS = 48
 _LIKELY_MASKS = ("mask", "pad", "unused", "reserved", "fim", "unk")
@@ -26,17 +27,18 @@ _LIKELY_MASKS = ("mask", "pad", "unused", "reserved", "fim", "unk")
 class Alternative:
     """``setting`` is config.json's name, ``value`` what it would be; ``changes`` are fields of DrafterShape.
 
-    ``causal`` replaces the layers' causality where it is not None.
+    ``causal`` and ``windows`` replace those of the layers where they are not None.
     """
 
     setting: str
     value: Any
     changes: dict[str, Any] = field(default_factory=dict)
     causal: tuple[bool, ...] | None = None
+    windows: tuple[int | None, ...] | None = None
 
 
 def other_settings(replica: Replica, target_dir: Path, target_layers: int) -> Iterator[Alternative]:
-    """Everything ``verify`` tries instead of the settings of the drafter's config."""
+    """Everything ``verify`` tries instead of the settings of the drafter's config, but for :func:`other_windows`."""
     shape = replica.drafter.shape
     for ids in _taps(shape, target_layers):
         yield Alternative("target_layer_ids", list(ids), {"target_layer_ids": ids})
@@ -48,13 +50,40 @@ def other_settings(replica: Replica, target_dir: Path, target_layers: int) -> It
             yield Alternative("rope_theta", base, {"rope_theta": base})
     for token in _masks(target_dir, shape):
         yield Alternative("mask_token_id", token, {"mask_token_id": token})
+    if replica.mask_embedding is not None:
+        yield Alternative("mask_token_id", "the target's row", {"mask_token_id": shape.mask_token_id})
     for size in _BLOCK_SIZES:
         if size != shape.block_size:
             yield Alternative("block_size", size, {"block_size": size})
-    for causal in (True, False):
-        layers = (causal,) * shape.num_hidden_layers
+    for value, layers in _causalities(replica).items():
         if layers != replica.causal:
-            yield Alternative("is_causal", causal, causal=layers)
+            yield Alternative("is_causal", value, causal=layers)
+
+
+def _causalities(replica: Replica) -> dict[str, tuple[bool, ...]]:
+    """By the value of is_causal; "unset" is SGLang's rule: layers with a window are causal, the others are not."""
+    layers = len(replica.causal)
+    return {
+        "true": (True,) * layers,
+        "false": (False,) * layers,
+        **({"unset": tuple(window is not None for window in replica.windows)} if any(replica.windows) else {}),
+    }
+
+
+def other_windows(replica: Replica, longest: int) -> Iterator[Alternative]:
+    """Other attention windows, as far as a text of ``longest`` tokens tells them apart.
+
+    Where the config has windows: none at all, and others on the same layers. Where it has none: windows on all layers.
+    """
+    layers = len(replica.windows)
+    given = next((window for window in replica.windows if window is not None), None)
+    sliding = tuple(window is not None for window in replica.windows) if given is not None else (True,) * layers
+    tells = [window for window in _WINDOWS if window < longest and window != given]
+    if given is not None and given < longest:
+        yield Alternative("sliding_window", "none", windows=(None,) * layers)
+        tells = list(dict.fromkeys([*(w for w in (given // 2, given * 2) if 0 < w < longest), *tells]))
+    for window in tells:
+        yield Alternative("sliding_window", window, windows=tuple(window if on else None for on in sliding))
 
 
 def _taps(shape: DrafterShape, target_layers: int) -> list[tuple[int, ...]]:

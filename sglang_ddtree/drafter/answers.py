@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang_ddtree.errors import DDTreeError
+
+#: Prompts answered in one batch.
+_TOGETHER = 8
 
 
 @dataclass
@@ -23,13 +26,22 @@ class Answer:
 
 @dataclass
 class Heads:
-    """The target's embedding and LM head [vocab, hidden], in float32."""
+    """The target's embedding and LM head [vocab, hidden], in float32.
+
+    ``blocks`` is the embedding that the drafter's blocks are made with: the target's, or a copy in which the mask
+    token's row is the drafter's own vector.
+    """
 
     embed: torch.Tensor
     head: torch.Tensor
+    blocks: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        if not self.blocks.numel():
+            self.blocks = self.embed
 
 
-def read_prompts(path: Path, limit: int = 20) -> list[str]:
+def read_prompts(path: Path, limit: int = 256) -> list[str]:
     """The first ``limit`` non-empty lines.
 
     Raises:
@@ -41,7 +53,7 @@ def read_prompts(path: Path, limit: int = 20) -> list[str]:
         raise DDTreeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     prompts = [line.strip() for line in lines if line.strip()][:limit]
     if not prompts:
-        raise DDTreeError(f"{path} holds no prompt: write one a line, 8 to 20 of them.")
+        raise DDTreeError(f"{path} holds no prompt: write one a line, 40 or more.")
     return prompts
 
 
@@ -52,22 +64,32 @@ def answer(
     layers: Collection[int],
     *,
     max_tokens: int,
-    max_length: int | None,
     device: str,
     dtype: torch.dtype,
     progress: Callable[[str], None],
 ) -> tuple[list[Answer], Heads]:
-    """Answers of at most ``max_tokens`` tokens; prompts are cut so that none exceeds ``max_length`` with its answer.
+    """Answers of at most ``max_tokens`` tokens, without those that end at once.
 
     Raises:
         DDTreeError: transformers cannot load the target.
     """
     tokenizer, model = _load(target_dir, device, dtype)
-    room = None if max_length is None else max_length - max_tokens
-    if room is not None and room < 8:
-        raise DDTreeError(f"the drafter's attention window leaves no room for {max_tokens} tokens: lower --max-tokens.")
-    encoded = [_encode(tokenizer, prompt)[:room] for prompt in prompts]
+    # Of similar length together, so that little is padding.
+    encoded = sorted((_encode(tokenizer, prompt) for prompt in prompts), key=len)
     progress(f"{len(prompts)} prompts, {max_tokens} tokens each, on {device}")
+    answers = []
+    for low in range(0, len(encoded), _TOGETHER):
+        answers += _answer_some(tokenizer, model, encoded[low : low + _TOGETHER], layers, max_tokens, device)
+    if not answers:
+        raise DDTreeError("the target ends every answer at once: give other prompts.")
+    embed = model.get_input_embeddings().weight.detach().float()
+    head = model.get_output_embeddings().weight.detach()
+    return answers, Heads(embed, embed if head is model.get_input_embeddings().weight else head.float())
+
+
+def _answer_some(
+    tokenizer: Any, model: Any, encoded: list[list[int]], layers: Collection[int], max_tokens: int, device: str
+) -> list[Answer]:
     width = max(map(len, encoded))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=device)
@@ -86,11 +108,7 @@ def answer(
         states = model(input_ids=tokens[None], output_hidden_states=True, use_cache=False).hidden_states
         # hidden_states[0] is the embedding; a layer's output comes one later.
         answers.append(Answer(tokens, len(prompt), {layer: states[layer + 1][0].clone() for layer in layers}))
-    if not answers:
-        raise DDTreeError("the target ends every answer at once: give other prompts.")
-    embed = model.get_input_embeddings().weight.detach().float()
-    head = model.get_output_embeddings().weight.detach()
-    return answers, Heads(embed, embed if head is model.get_input_embeddings().weight else head.float())
+    return answers
 
 
 def _load(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ddtree.drafter.families import HARMLESS, architecture, other_family, plain_name
-from sglang_ddtree.drafter.files import MASK_EMBEDDING, has_weights, read_config, read_header
+from sglang_ddtree.drafter.files import has_weights, read_config, read_header
 from sglang_ddtree.drafter.header import TensorInfo
+from sglang_ddtree.drafter.mask_embedding import refuse_unusable
 from sglang_ddtree.drafter.settings import Finding, mask_token_findings, setting_findings
 from sglang_ddtree.errors import DDTreeError
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "DFlashDraftModel"
-MASK_EMBEDDING_REASON = (
-    "SGLang would unpickle it and overwrite a row of the target's embedding; move it away to serve without it (expect "
-    "a lower acceptance), or use DFLASH"
-)
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,10 @@ def _findings(draft_dir: Path, target_dir: Path, overrides: dict[str, Any]) -> I
         config = _apply(read_config(draft_dir), overrides)
         if not has_weights(draft_dir):
             raise DDTreeError(f"{where} has no weights (*.safetensors): download or export the drafter again.")
-        if (draft_dir / MASK_EMBEDDING).exists():
-            raise DDTreeError(f"{draft_dir / MASK_EMBEDDING} is refused: {MASK_EMBEDDING_REASON}.")
         tensors = {plain_name(name): info for name, info in read_header(draft_dir).items()}
         _refuse_other_families(config, tensors, where)
         drafter = read_drafter(config, where)
+        refuse_unusable(draft_dir, drafter.mask_token_id, drafter.hidden_size)
         target = read_target(_apply(read_config(target_dir), overrides), str(target_dir))
     except DDTreeError as error:
         yield Finding("error", str(error))

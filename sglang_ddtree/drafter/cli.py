@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     known.add_argument("--rms-norm-eps", type=float, metavar="EPS")
     one.set_defaults(run=_prepare)
 
+    one = commands.add_parser("convert-mask-embedding", help="make a mask_embedding.pt readable without unpickling")
+    one.add_argument("path", type=Path, metavar="FILE|DIR", help="mask_embedding.pt, or the directory that holds it")
+    one.add_argument("--mask-token-id", type=int, metavar="ID", help="only for a file that does not say it")
+    one.set_defaults(run=_convert)
+
     one = commands.add_parser("check", help="everything in the files that would fail or silently hurt when serving")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
@@ -66,10 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="measure acceptance, and whether another setting would give a better one")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
-    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 8 to 20 of them")
+    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 40 or more")
     one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to answer (default 64)")
     one.add_argument("--device", default=None, help="torch device (default: cuda where there is one, else cpu)")
     one.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    one.add_argument(
+        "--positions",
+        type=int,
+        default=1280,
+        metavar="N",
+        help="positions on which settings are compared (default 1280)",
+    )
     one.add_argument("--no-alternatives", action="store_true", help="only measure the settings as they are")
     one.add_argument("--json", action="store_true", help="print JSON")
     one.set_defaults(run=_verify)
@@ -111,6 +123,13 @@ def _prepare(options: argparse.Namespace) -> int:
     return _report(options.out, target)
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from sglang_ddtree.drafter.mask_embedding import convert
+
+    print(f"{convert(options.path, options.mask_token_id)}: made; DDTREE uses it, DFLASH does not")
+    return 0
+
+
 def _check(options: argparse.Namespace) -> int:
     from sglang_ddtree.drafter.files import resolve_model_dir
 
@@ -147,6 +166,7 @@ def _verify(options: argparse.Namespace) -> int:
         device=options.device,
         dtype=options.dtype,
         alternatives=not options.no_alternatives,
+        positions=options.positions,
         progress=lambda text: print(f"[verify] {text}", file=sys.stderr, flush=True),
     )
     print(json.dumps(report.as_json(), indent=2) if options.json else describe(report))

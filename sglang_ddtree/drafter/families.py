@@ -19,8 +19,8 @@ _OTHER_TENSORS = (
 )
 #: Names of SGLang's vendor export (``models/dflash.py: load_weights``).
 _ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-#: Buffers that older exporters saved and that carry no weights.
-HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+#: Buffers that older exporters saved and that carry no weights, and the side file of ``mask_embedding.py``.
+HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|^mask_embedding$")
 
 
 def plain_name(name: str) -> str:

@@ -12,8 +12,8 @@ from sglang_ddtree.errors import DDTreeError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-#: A side file of some drafters that SGLang would unpickle.
-MASK_EMBEDDING = "mask_embedding.pt"
+#: A side file of some drafters, a pickle, and what ``drafter/mask_embedding.py`` makes of it.
+MASK_EMBEDDING, MASK_EMBEDDING_SAFE = "mask_embedding.pt", "mask_embedding.safetensors"
 #: Weights that SGLang loads but whose header cannot be read without unpickling.
 PICKLED = ("*.bin", "*.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -72,7 +72,7 @@ def _first_line(error: Exception) -> str:
 def has_weights(model_dir: Path) -> bool:
     """Whether the directory holds weights in a format SGLang loads for a drafter."""
     names = (path.name for pattern in (WEIGHTS[0], *PICKLED) for path in model_dir.glob(pattern))
-    return any(name != MASK_EMBEDDING for name in names)
+    return any(name not in (MASK_EMBEDDING, MASK_EMBEDDING_SAFE) for name in names)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

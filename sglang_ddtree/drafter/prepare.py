@@ -16,15 +16,15 @@ from typing import Any
 
 from sglang_ddtree.drafter.check import (
     ARCHITECTURE,
-    MASK_EMBEDDING_REASON,
     TargetInfo,
     default_target_layer_ids,
     read_target,
 )
 from sglang_ddtree.drafter.families import DFLASH, family_of, plain_name
-from sglang_ddtree.drafter.files import CONFIG, MASK_EMBEDDING, read_config
+from sglang_ddtree.drafter.files import CONFIG, MASK_EMBEDDING_SAFE, read_config
 from sglang_ddtree.drafter.header import read_file_header, sha256
 from sglang_ddtree.drafter.known import candidate
+from sglang_ddtree.drafter.mask_embedding import refuse_unusable
 from sglang_ddtree.drafter.sizes import Sizes, read_sizes
 from sglang_ddtree.errors import DDTreeError
 
@@ -92,8 +92,6 @@ def derive(weights: Path, target_dir: Path, given: dict[str, Any]) -> Prepared:
     family = family_of(tensors)
     if family != DFLASH:
         raise DDTreeError(f"{weights} is {_article(family)}: DDTREE serves plain DFlash drafters only.")
-    if (weights.parent / MASK_EMBEDDING).exists():
-        raise DDTreeError(f"{weights.parent / MASK_EMBEDDING} is refused: {MASK_EMBEDDING_REASON}.")
     sizes = read_sizes(tensors, str(weights))
     raw = read_config(target_dir)
     target = read_target(raw, str(target_dir))
@@ -106,6 +104,10 @@ def derive(weights: Path, target_dir: Path, given: dict[str, Any]) -> Prepared:
         raise DDTreeError(f"{target_dir}/{CONFIG} has no vocab_size: the drafter's cannot be filled in.")
     result = Prepared()
     settings = _settings(weights, sizes, target, given, result)
+    mask = next(field.value for field in settings if field.name == "mask_token_id")
+    refuse_unusable(weights.parent, mask, sizes.hidden_size)
+    if (weights.parent / MASK_EMBEDDING_SAFE).exists():
+        result.notes.append(f"{MASK_EMBEDDING_SAFE} beside the weights is copied; DDTREE uses it, DFLASH does not")
     text = raw.get("text_config") or raw
     result.fields = [
         Field("architectures", [ARCHITECTURE], "format"),
@@ -243,6 +245,9 @@ def write_directory(weights: Path, out: Path, prepared: Prepared, link: str = "a
     try:
         working.mkdir(parents=True)
         how = _place(source, working / WEIGHTS, link)
+        side = weights.with_name(MASK_EMBEDDING_SAFE)
+        if side.exists():
+            shutil.copyfile(side, working / MASK_EMBEDDING_SAFE)
         _write_json(working / CONFIG, prepared.config())
         origins = {each.name: {"value": each.value, "origin": each.origin} for each in prepared.fields}
         _write_json(

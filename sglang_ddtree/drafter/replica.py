@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from sglang_ddtree.drafter import mask_embedding
 from sglang_ddtree.drafter.check import check_pair
 from sglang_ddtree.drafter.families import HARMLESS, plain_name
 from sglang_ddtree.drafter.files import read_config
@@ -23,16 +24,17 @@ _DEFAULT_THETA = 10000.0
 
 @dataclass
 class Replica:
-    """``causal`` says for each layer whether a block's positions see only earlier ones; ``window`` is the smallest
-    attention window of a layer, None when all see everything."""
+    """``causal`` says for each layer whether a block's positions see only earlier ones, ``windows`` how many positions
+    each layer sees, a position's own included (None: all); ``mask_embedding`` [hidden] is its own mask vector."""
 
     drafter: Drafter
     causal: tuple[bool, ...]
-    window: int | None
+    windows: tuple[int | None, ...]
+    mask_embedding: torch.Tensor | None = None
 
-    def set_causal(self, causal: tuple[bool, ...]) -> None:
-        for layer, value in zip(self.drafter.layers, causal, strict=True):
-            layer.self_attn.causal = value
+    def set_attention(self, causal: tuple[bool, ...], windows: tuple[int | None, ...]) -> None:
+        for layer, is_causal, window in zip(self.drafter.layers, causal, windows, strict=True):
+            layer.self_attn.causal, layer.self_attn.window = is_causal, window
 
 
 def load_replica(draft_dir: Path, target_dir: Path) -> Replica:
@@ -81,8 +83,11 @@ def load_replica(draft_dir: Path, target_dir: Path) -> Replica:
     # check_pair has seen that all are there; what SGLang ignores is ignored here too.
     drafter.load_state_dict(_weights(draft_dir, shape), strict=False)
     kinds = text.get("layer_types") or ["full_attention"] * info.num_layers
-    replica = Replica(drafter.float().eval(), _causal(text, kinds[: info.num_layers]), _window(text, kinds))
-    replica.set_causal(replica.causal)
+    kinds = kinds[: info.num_layers]
+    replica = Replica(
+        drafter.float().eval(), _causal(text, kinds), _windows(text, kinds), mask_embedding.read(draft_dir)
+    )
+    replica.set_attention(replica.causal, replica.windows)
     return replica
 
 
@@ -92,8 +97,8 @@ def _causal(text: dict[str, Any], kinds: list[str]) -> tuple[bool, ...]:
     return tuple(kind == "sliding_attention" if given is None else bool(given) for kind in kinds)
 
 
-def _window(text: dict[str, Any], kinds: list[str]) -> int | None:
-    return int(text["sliding_window"]) if "sliding_attention" in kinds else None
+def _windows(text: dict[str, Any], kinds: list[str]) -> tuple[int | None, ...]:
+    return tuple(int(text["sliding_window"]) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _weights(draft_dir: Path, shape: DrafterShape) -> dict[str, torch.Tensor]:

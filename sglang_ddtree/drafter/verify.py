@@ -2,7 +2,9 @@
 
 The target answers a few prompts; the drafter then proposes at every position of the answers, offline, which is what it
 would do when serving. A wrong mask token, RoPE base, tap or causality costs acceptance without any error, so each of
-them is also tried with other values on the same positions: one that is clearly better means that the config is wrong.
+them is also tried with other values on the same positions: one that is better beyond chance means that the config is
+wrong. Whether there is anything to be wrong about (another target's drafter, damaged weights) shows a comparison that
+needs no reference drafter: looking up what followed the same token earlier in the text.
 """
 
 from __future__ import annotations
@@ -14,37 +16,16 @@ from typing import Any
 
 import torch
 
-from sglang_ddtree.drafter.alternatives import Alternative, other_settings
+from sglang_ddtree.drafter.alternatives import other_settings, other_windows
 from sglang_ddtree.drafter.answers import Answer, Heads, answer, read_prompts
 from sglang_ddtree.drafter.check import read_target
+from sglang_ddtree.drafter.compare import paired_t, t_tail
 from sglang_ddtree.drafter.files import read_config
 from sglang_ddtree.drafter.replica import Replica, load_replica
+from sglang_ddtree.drafter.trials import ALPHA, Trial, try_all
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.training.corpus import Sequence as Text
 from sglang_ddtree.training.measure import accepted_drafts, proposals, replay
-from sglang_ddtree.training.model import block_embeddings
-
-#: Depth-1 agreement below this is taken for a fault by itself. A rule of thumb: the small drafter shipped here has more
-#: than 0.35 on held-out prompts (tests/engine/test_bare_drafter.py). Wrong settings are found by comparing with others.
-HEALTHY = 0.25
-#: Positions on which alternatives are compared, and the depths that are looked at.
-_POSITIONS, _DEPTHS = 320, 2
-#: An alternative is clearly better when it is right this much more often, and by this many standard deviations.
-_GAIN, _SIGMAS = 0.02, 4.0
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One alternative on the common positions: its agreement, that of the config, and the difference in sigmas."""
-
-    alternative: Alternative
-    agreement: float
-    given: float
-    sigmas: float
-
-    @property
-    def better(self) -> bool:
-        return self.agreement - self.given >= _GAIN and self.sigmas >= _SIGMAS
 
 
 @dataclass
@@ -56,7 +37,11 @@ class Report:
         agreement: for each depth 1 .. B-1 the share of positions where its first choice is the target's token.
         histogram: how many positions have 0, 1, .. B-1 first choices right in a row.
         lengths: committed tokens per verify step for "chain" (DFLASH) and tree budgets (DDTREE).
-        trials: the alternatives, best first.
+        lookup: share of positions where the token that followed the same token last time is right: what drafting
+            without a model gives at depth 1.
+        lookup_p: p-value of "the drafter is no better than that" (paired by prompt; 1 with a single prompt).
+        prompts: answers measured; longest: tokens of the longest one with its prompt.
+        trials: the alternatives, most significant first.
         faults: what is wrong, a line each; empty for a healthy drafter.
     """
 
@@ -64,22 +49,15 @@ class Report:
     agreement: list[float]
     histogram: list[int]
     lengths: dict[str, float]
+    lookup: float
+    lookup_p: float
+    prompts: int
+    longest: int
     trials: list[Trial] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        trials = [
-            {
-                "setting": trial.alternative.setting,
-                "value": trial.alternative.value,
-                "agreement": trial.agreement,
-                "given": trial.given,
-                "sigmas": trial.sigmas,
-                "better": trial.better,
-            }
-            for trial in self.trials
-        ]
-        return {**vars(self), "trials": trials}
+        return {**vars(self), "trials": [trial.as_json() for trial in self.trials]}
 
 
 @torch.inference_mode()
@@ -92,15 +70,18 @@ def verify(
     device: str | None = None,
     dtype: str = "auto",
     alternatives: bool = True,
+    positions: int = 1280,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure a drafter directory on the prompts of a file (one a line).
+    """Measure a drafter directory on the prompts of a file (one a line); other settings on ``positions`` positions.
 
     Raises:
         DDTreeError: the pair does not fit, the target cannot be loaded, or nothing can be measured.
     """
     if not 8 <= max_tokens <= 4096:
         raise DDTreeError(f"--max-tokens must be between 8 and 4096, got {max_tokens}.")
+    if positions < 32:
+        raise DDTreeError(f"--positions must be 32 or more, got {positions}.")
     questions = read_prompts(prompts)
     replica = load_replica(draft_dir, target_dir)
     shape = replica.drafter.shape
@@ -113,17 +94,20 @@ def verify(
         questions,
         sorted(taps | set(shape.target_layer_ids)),
         max_tokens=max_tokens,
-        max_length=replica.window,
         device=where,
         dtype=kind,
         progress=progress,
     )
     with torch.device(where):
         replica.drafter.to(where)
+        if replica.mask_embedding is not None:
+            heads.blocks = heads.embed.clone()
+            heads.blocks[shape.mask_token_id] = replica.mask_embedding.to(where)
         progress(f"measuring {sum(len(one.tokens) - one.prompt - 1 for one in answers)} positions")
         report = _measure(replica, answers, heads)
-        if others:
-            report.trials = _try_all(replica, answers, heads, others, progress)
+        if alternatives:
+            others += other_windows(replica, report.longest)
+            report.trials = try_all(replica, answers, heads, others, positions, progress)
     report.faults = _faults(report)
     return report
 
@@ -145,26 +129,52 @@ def _measure(replica: Replica, answers: Sequence[Answer], heads: Heads) -> Repor
     histogram = [0] * (depth + 1)
     steps: dict[str, int] = {}
     committed: dict[str, int] = {}
-    for one in answers:
+    gains, groups, looked = [], [], torch.zeros(0)
+    for number, one in enumerate(answers):
         text = _text(one, drafter.shape.target_layer_ids)
-        log_probs, ids = (part.cpu() for part in proposals(drafter, heads.embed, text, heads.head))
+        log_probs, ids = (part.cpu() for part in proposals(drafter, heads.blocks, text, heads.head))
         on_cpu = replace(text, tokens=one.tokens.cpu())
         with torch.device("cpu"):
             expected, known = _expected(on_cpu.tokens, one.prompt, depth)
             hit = (ids[:, :, 0] == expected) & known
             right, valid = right + hit.sum(0), valid + known.sum(0)
+            found = lookup(on_cpu.tokens, one.prompt)
+            looked = torch.cat([looked, found.float()])
+            gains.append(hit[:, 0].float() - found.float())
+            groups.append(torch.full((len(found),), number))
             for way, accepted in accepted_drafts(log_probs, ids, on_cpu).items():
                 done, tokens = replay(accepted)
                 steps[way], committed[way] = steps.get(way, 0) + done, committed.get(way, 0) + tokens
         # Only positions after which a whole block is known, or the end of the answer would look like a miss.
         for run in hit[known.all(1)].long().cumprod(1).sum(1).tolist():
             histogram[run] += 1
+    with torch.device("cpu"):
+        t, prompts = paired_t(torch.cat(gains), torch.cat(groups))
     return Report(
-        positions=sum(len(one.tokens) - one.prompt - 1 for one in answers),
+        positions=len(looked),
         agreement=[round(float(r / v), 4) if v else 0.0 for r, v in zip(right.cpu(), valid.cpu(), strict=True)],
         histogram=histogram,
         lengths={way: round(committed[way] / steps[way], 3) for way in steps},
+        lookup=round(float(looked.mean()), 4),
+        lookup_p=t_tail(t, prompts - 1),
+        prompts=prompts,
+        longest=max(len(one.tokens) for one in answers),
     )
+
+
+def lookup(tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Whether what followed the same token last time follows again [answer - 1], for each position of an answer.
+
+    The simplest kind of prompt-lookup decoding (the last match of one token): a baseline that needs no model.
+    """
+    ids = tokens.tolist()
+    followed: dict[int, int] = {}
+    right = []
+    for place in range(len(ids) - 1):
+        if place >= prompt:
+            right.append(followed.get(ids[place]) == ids[place + 1])
+        followed[ids[place]] = ids[place + 1]
+    return torch.tensor(right, dtype=torch.bool)
 
 
 def _text(one: Answer, taps: Sequence[int]) -> Text:
@@ -179,68 +189,24 @@ def _expected(tokens: torch.Tensor, prompt: int, depth: int) -> tuple[torch.Tens
     return tokens[where.clamp(max=len(tokens) - 1)].long(), known
 
 
-def _try_all(
-    replica: Replica,
-    answers: Sequence[Answer],
-    heads: Heads,
-    others: Sequence[Alternative],
-    progress: Callable[[str], None],
-) -> list[Trial]:
-    """Every alternative against the config on the same positions, best first."""
-    share = max(1, _POSITIONS // len(answers))
-    given = _hits(replica, answers, heads, share, Alternative("", None))
-    trials = []
-    for number, other in enumerate(others):
-        if number % 16 == 0:
-            progress(f"trying other settings: {number} of {len(others)}")
-        hits = _hits(replica, answers, heads, share, other)
-        gained, lost = int((hits & ~given).sum()), int((given & ~hits).sum())
-        # Of the positions where only one of the two is right, equally good settings would share half each.
-        sigmas = (gained - lost) / max(1.0, (gained + lost) ** 0.5)
-        trials.append(
-            Trial(other, round(float(hits.float().mean()), 4), round(float(given.float().mean()), 4), round(sigmas, 2))
-        )
-    return sorted(trials, key=lambda trial: -trial.agreement)
-
-
-def _hits(replica: Replica, answers: Sequence[Answer], heads: Heads, share: int, other: Alternative) -> torch.Tensor:
-    """Whether the first choice is right [positions, depths], flat, with one setting changed."""
-    drafter, original = replica.drafter, replica.drafter.shape
-    drafter.shape = shape = replace(original, **other.changes)
-    replica.set_causal(other.causal or replica.causal)
-    found = []
-    try:
-        for one in answers:
-            last = len(one.tokens) - 1 - _DEPTHS
-            if last < one.prompt:
-                continue
-            anchors = torch.linspace(one.prompt, last, min(share, last - one.prompt + 1)).long().unique()[None]
-            context = drafter.project(_text(one, shape.target_layer_ids).taps[None].float())
-            block = block_embeddings(heads.embed, one.tokens[anchors], shape)
-            hidden = drafter(context, anchors, block, first_row=1)[0, :, :_DEPTHS]
-            best = (hidden @ heads.head.T).argmax(-1)
-            found.append(best == one.tokens[anchors[0][:, None] + torch.arange(1, _DEPTHS + 1)])
-    finally:
-        drafter.shape = original
-        replica.set_causal(replica.causal)
-    if not found:
-        raise DDTreeError("the answers are too short to compare settings: give other prompts, or more --max-tokens.")
-    return torch.cat(found).flatten()
-
-
 def _faults(report: Report) -> list[str]:
     faults = []
-    seen: set[str] = set()
+    best: dict[str, Trial] = {}
     for trial in report.trials:
-        if trial.better and trial.alternative.setting not in seen:
-            seen.add(trial.alternative.setting)
-            faults.append(
-                f"{trial.alternative.setting} looks wrong: with {trial.alternative.value} the first choice is right at "
-                f"{trial.agreement:.1%} of the positions instead of {trial.given:.1%} ({trial.sigmas:.0f} sigma)"
-            )
-    if report.agreement[0] < HEALTHY:
+        if trial.better:
+            best.setdefault(trial.alternative.setting, trial)
+    for name, trial in best.items():
+        found = trial.comparison
         faults.append(
-            f"rank-0 agreement at depth 1 is {report.agreement[0]:.1%}, a trained drafter's is above {HEALTHY:.0%}: "
+            f"{name} looks wrong: {trial.alternative.value} is better (p {trial.p:.1e} over {found.prompts} prompts, "
+            f"corrected for all that was tried): "
+            f"first choices right {found.agreement:.1%} instead of {found.given:.1%}, "
+            f"{found.accepted:+.3f} accepted drafts per position, log-probability {found.log_prob:+.4f}"
+        )
+    if (report.prompts > 1 and report.lookup_p > ALPHA) or report.agreement[0] <= report.lookup:
+        faults.append(
+            f"the first choice at depth 1 is right at {report.agreement[0]:.1%} of the positions, which is not above "
+            f"what looking up the same token earlier in the text gives ({report.lookup:.1%}, p {report.lookup_p:.2g}): "
             "a setting is wrong, or this is not the target's drafter"
         )
     return faults
@@ -248,21 +214,38 @@ def _faults(report: Report) -> list[str]:
 
 def describe(report: Report) -> str:
     """The report as text."""
-    lines = [f"{report.positions} positions"]
+    lines = [f"{report.positions} positions of {report.prompts} prompts, the longest text has {report.longest} tokens"]
     lines.append("depth  rank-0 agreement")
     lines += [f"{d:5}  {a:6.1%} {'#' * round(40 * a)}" for d, a in enumerate(report.agreement, 1)]
+    lines.append(f"looking up the same token earlier in the text: {report.lookup:.1%} at depth 1")
     total = max(1, sum(report.histogram))
     lines.append("drafts right in a row (chain)")
     lines += [f"{n:5}  {c / total:6.1%} {'#' * round(40 * c / total)}" for n, c in enumerate(report.histogram)]
     ways = ", ".join(f"{'chain' if w == 'chain' else 'budget ' + w} {v:.2f}" for w, v in report.lengths.items())
     lines.append(f"committed tokens per verify step: {ways}")
-    if report.trials:
-        best: dict[str, Trial] = {}
-        for trial in report.trials:
-            best.setdefault(trial.alternative.setting, trial)
-        lines.append(f"best other value of each setting (config: {report.trials[0].given:.1%} right at depths 1 and 2)")
-        lines += [
-            f"  {name} {t.alternative.value}: {t.agreement:.1%} ({t.sigmas:+.1f} sigma)" for name, t in best.items()
-        ]
-    lines += [f"FAULT: {fault}" for fault in report.faults] or ["healthy: no other setting is clearly better"]
+    lines += _table(report.trials)
+    lines += [f"FAULT: {fault}" for fault in report.faults]
+    if not report.faults:
+        tried = ", ".join(dict.fromkeys(trial.alternative.setting for trial in report.trials))
+        lines.append(f"healthy: no other value is better beyond chance (tried: {tried or 'nothing'})")
+    if report.trials and not any(trial.alternative.setting == "sliding_window" for trial in report.trials):
+        lines.append("note: the attention windows were not tested: no text is longer than one that is to be told apart")
     return "\n".join(lines)
+
+
+def _table(trials: Sequence[Trial]) -> list[str]:
+    """For each setting the other value that comes closest to being better, or is."""
+    if not trials:
+        return []
+    best: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda trial: -max(trial.comparison.t_probability, trial.comparison.t_log_prob)):
+        best.setdefault(trial.alternative.setting, trial)
+    rows = [f"best other value of each setting, against the config's ({trials[0].comparison.prompts} prompts)"]
+    rows.append(f"  {'setting':16} {'value':>24}  right at all depths  log-probability      t  corrected p")
+    for name, trial in best.items():
+        one = trial.comparison
+        value = str(trial.alternative.value)
+        t = max(one.t_probability, one.t_log_prob)
+        right = f"{one.agreement:6.1%} ({one.agreement - one.given:+6.1%})"
+        rows.append(f"  {name:16} {value:>24}  {right:>19}  {one.log_prob:+15.4f}  {t:+5.1f}  {trial.p:11.2g}")
+    return rows

@@ -55,6 +55,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(d, eps=shape.rms_norm_eps)
         self.k_norm = nn.RMSNorm(d, eps=shape.rms_norm_eps)
         self.causal = False  # within a block; some drafters' sliding layers are
+        self.window: int | None = None  # positions a row sees, its own included; None: all
 
     def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [..., n, h], cos and sin [..., n, d] -> keys, values [..., kv, n, d]."""
@@ -69,10 +70,14 @@ class Attention(nn.Module):
         context: torch.Tensor,
         context_rotary: tuple[torch.Tensor, torch.Tensor],
         block_rotary: tuple[torch.Tensor, torch.Tensor],
-        hidden_context: torch.Tensor,
+        distance: torch.Tensor,
         first_row: int,
     ) -> torch.Tensor:
-        """x [b, a, B, h], context [b, s, h], hidden_context [b, a, s] (True: not visible) -> rows first_row .. B-1."""
+        """x [b, a, B, h], context [b, s, h] -> rows first_row .. B-1.
+
+        ``distance`` [b, a, s] is how far each context position lies before the block's first; where it is not positive
+        the position is not visible.
+        """
         b, a, size, _ = x.shape
         size -= first_row
         heads, kv, d = self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim
@@ -84,11 +89,20 @@ class Attention(nn.Module):
         context_k, context_v = self.keys_values(context, *context_rotary)  # [b, kv, s, d]
         block_k, block_v = self.keys_values(x, *block_rotary)  # [b, a, kv, B, d]
         far = torch.matmul(q.reshape(b, kv, a * group * size, d), context_k.transpose(2, 3))
-        far = far.view(b, kv, a, group * size, s).masked_fill(hidden_context[:, None, :, None], float("-inf"))
+        rows = torch.arange(first_row, size + first_row)
+        hidden = (distance <= 0)[:, :, None]
+        if self.window is not None:
+            hidden = (hidden | (distance[:, :, None] + rows[:, None] >= self.window)).repeat(1, 1, group, 1)
+        far = far.view(b, kv, a, group * size, s).masked_fill(hidden[:, None], float("-inf"))
         near = torch.matmul(q.reshape(b, kv, a, group * size, d), block_k.permute(0, 2, 1, 4, 3))
-        if self.causal:
-            later = torch.arange(size + first_row) > torch.arange(first_row, size + first_row)[:, None]
-            near = near.masked_fill(later.repeat(group, 1), float("-inf"))
+        if self.causal or self.window is not None:
+            behind = rows[:, None] - torch.arange(size + first_row)
+            unseen = torch.zeros_like(behind, dtype=torch.bool)
+            if self.causal:
+                unseen |= behind < 0
+            if self.window is not None:
+                unseen |= behind >= self.window
+            near = near.masked_fill(unseen.repeat(group, 1), float("-inf"))
         weights = torch.cat([far, near], dim=-1).softmax(-1)
         out = torch.matmul(weights[..., :s].reshape(b, kv, a * group * size, s), context_v)
         out = out.view(b, kv, a, group * size, d) + torch.matmul(weights[..., s:], block_v.transpose(1, 2))
@@ -169,11 +183,11 @@ class Drafter(nn.Module):
         context_rotary = (table[0][positions], table[1][positions])
         block_positions = anchors[..., None] + torch.arange(size)
         block_rotary = (table[0][block_positions], table[1][block_positions])
-        hidden_context = positions[None, None, :] >= anchors[..., None]
+        distance = anchors[..., None] - positions
         x = block
         for layer in self.layers:
             skip = first_row if layer is self.layers[-1] else 0
-            x = layer(x, context, context_rotary, block_rotary, hidden_context, first_row=skip, dropout=dropout)
+            x = layer(x, context, context_rotary, block_rotary, distance, first_row=skip, dropout=dropout)
         return self.norm(x)
 
 

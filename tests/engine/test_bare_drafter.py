@@ -81,11 +81,10 @@ def measured(model, prepared, tmp_path_factory):
                 config[name] = value
         (draft / "config.json").write_text(json.dumps(config))
         os.link(prepared / "model.safetensors", draft / "model.safetensors")
-        return verifying.verify(draft, model, tmp / "prompts.txt", max_tokens=40)
+        return verifying.verify(draft, model, tmp / "prompts.txt", max_tokens=40, positions=160)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verifying, "answer", once)
-        patch.setattr(verifying, "_POSITIONS", 160)
         yield run
 
 

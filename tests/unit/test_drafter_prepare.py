@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from bare_files import PUBLISHED, sparse_drafter
-from tiny_models import DRAFTER, TAPS, drafter_shapes, write_config, write_drafter, write_target
+from tiny_models import DRAFTER, HIDDEN, TAPS, drafter_shapes, write_config, write_drafter, write_target
 
+from sglang_ddtree.drafter import mask_embedding
 from sglang_ddtree.drafter.check import findings
 from sglang_ddtree.drafter.cli import main
 from sglang_ddtree.drafter.files import read_config
@@ -141,6 +143,18 @@ def test_a_pickled_mask_embedding_is_refused(bare, target, tmp_path, capsys):
     draft = write_drafter(tmp_path / "draft")
     (draft / "mask_embedding.pt").write_bytes(b"\x80")
     assert "mask_embedding.pt is refused" in findings(draft, target)[0].text
+
+
+def test_a_converted_mask_embedding_goes_along(bare, target, tmp_path, capsys):
+    torch.save({"embedding": torch.ones(HIDDEN), "mask_token_id": 255}, tmp_path / "mask_embedding.pt")
+    assert main(["convert-mask-embedding", str(tmp_path)]) == 0
+    assert prepare(bare, target, tmp_path / "out", *FLAGS) == 0
+    assert "mask_embedding.safetensors" in capsys.readouterr().out
+    assert torch.equal(mask_embedding.read(tmp_path / "out"), torch.ones(HIDDEN))
+    assert findings(tmp_path / "out", target) == []
+    other = [flag if flag != "255" else "254" for flag in FLAGS]
+    assert prepare(bare, target, tmp_path / "other", *other) == 2
+    assert "trained with mask token 255" in error(capsys)
 
 
 @pytest.mark.parametrize("name", ["markov_head.weight", "candidate_selector.weight", "prefix_gru.weight"])
