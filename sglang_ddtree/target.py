@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 _ALWAYS_SLIDING = ("cohere2", "gemma2", "gemma3", "gpt_oss")
 #: Model types whose convolution over the last tokens SGLang verifies in flat order, as a chain.
 _SHORT_CONVOLUTION = ("inkling", "lfm2", "zaya")
-#: Hybrids whose answers and states the engine tests compare with plain decoding: Gated DeltaNet with dense layers.
-_VERIFIED_HYBRIDS = ("qwen3_5", "qwen3_5_text")
+#: Hybrids whose answers the engine tests compare with plain decoding: Gated DeltaNet, dense or mixture of experts.
+_VERIFIED_HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 def check_target(config: dict[str, Any], cpu: bool) -> None:

@@ -1,4 +1,4 @@
-"""A random Qwen3.5 text model: three Gated DeltaNet layers and one of full attention."""
+"""Random Qwen3.5 text models, dense and mixture of experts: three Gated DeltaNet layers and one of full attention."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import random_models
 from random_models import COMMON, HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
 
 KEY_HEADS, VALUE_HEADS, STATE_DIM, WINDOW = 1, 2, 16, 4
+EXPERTS, EXPERT_INNER = 4, 32
 
 
-def write_target(directory: Path) -> Path:
+def write_target(directory: Path, experts: bool = False) -> Path:
     kinds = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
     config = {
         **COMMON,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
         "num_hidden_layers": LAYERS,
         "layer_types": kinds,
         # SGLang reads this one, transformers the list.
@@ -29,6 +30,16 @@ def write_target(directory: Path) -> Path:
         "partial_rotary_factor": 1.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
+    if experts:
+        config |= {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": EXPERT_INNER,
+            "shared_expert_intermediate_size": EXPERT_INNER,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
         "model.norm.weight": (HIDDEN,),
@@ -37,7 +48,7 @@ def write_target(directory: Path) -> Path:
     for layer, kind in enumerate(kinds):
         parts = {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
         parts |= _full_attention() if kind == "full_attention" else _delta_net()
-        parts |= _mlp()
+        parts |= _experts() if experts else _mlp("mlp", INNER)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     return random_models.write(directory, config, shapes, seed=5)
 
@@ -68,9 +79,17 @@ def _delta_net() -> dict[str, tuple[int, ...]]:
     }
 
 
-def _mlp() -> dict[str, tuple[int, ...]]:
+def _mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
     return {
-        "mlp.gate_proj.weight": (INNER, HIDDEN),
-        "mlp.up_proj.weight": (INNER, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, INNER),
+        f"{name}.gate_proj.weight": (inner, HIDDEN),
+        f"{name}.up_proj.weight": (inner, HIDDEN),
+        f"{name}.down_proj.weight": (HIDDEN, inner),
     }
+
+
+def _experts() -> dict[str, tuple[int, ...]]:
+    shapes = {"mlp.gate.weight": (EXPERTS, HIDDEN), "mlp.shared_expert_gate.weight": (1, HIDDEN)}
+    shapes |= _mlp("mlp.shared_expert", EXPERT_INNER)
+    for expert in range(EXPERTS):
+        shapes |= _mlp(f"mlp.experts.{expert}", EXPERT_INNER)
+    return shapes
