@@ -141,14 +141,18 @@ def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) ->
 
 
 def _write_plugin(directory: Path, choose: str, data: object) -> dict[str, str]:
-    """An installed SGLang plugin, as Python sees it."""
+    """An installed SGLang plugin, as Python sees it. Its candidates are the host's: no graph may capture them."""
     info = directory / "ddtree_oracle-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-oracle\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nddtree_oracle = ddtree_oracle:register\n")
     (directory / "ddtree_oracle.py").write_text(HEAD + choose)
     (directory / "data.json").write_text(json.dumps(data))
-    return {"PYTHONPATH": str(directory), "DDTREE_PLUGIN_DATA": str(directory / "data.json")}
+    return {
+        "PYTHONPATH": str(directory),
+        "DDTREE_PLUGIN_DATA": str(directory / "data.json"),
+        "SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1",
+    }
 
 
 def _block() -> dict[str, tuple[int, ...]]:
