@@ -323,7 +323,7 @@ CONTRACT: tuple[Name, ...] = (
     # Sampling
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
     Name("sglang.srt.runtime_context:get_exec", "attention/flashinfer_backend.py hooks.py worker.py", signature=""),
-    Name("sglang.srt.environ:envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "folding.py"),
+    Name("sglang.srt.environ:Envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "folding.py"),
     Name(
         "sglang.srt.model_executor.model_runner:ModelRunnerOutput",
         "worker.py",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from sglang.srt.environ import envs
+from sglang.srt.environ import Envs
 
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_tree
@@ -54,7 +54,7 @@ def make_tree_sampler(
     lm_head: torch.nn.Module, config: DDTreeConfig, batch_sizes: list[int], device: torch.device | str
 ) -> TreeSampler | None:
     """The sampler to capture for ``batch_sizes``; None where SGLang's own switch says to keep draft graphs bare."""
-    if envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER.get():
+    if Envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER.get():
         logger.info("DDTREE: trees are built outside of the draft graph (SGLANG_DFLASH_EAGER_DRAFT_SAMPLER=1).")
         return None
     sampler = TreeSampler(lm_head, config, max(batch_sizes), device)
