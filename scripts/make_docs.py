@@ -134,7 +134,7 @@ def mask_table() -> str:
 
 
 def other_mask_table() -> str:
-    return table(*memory_report.other_table(LARGE))
+    return table(*memory_report.other_table(LARGE, block_size=16))
 
 
 def mask_limit_table() -> str:

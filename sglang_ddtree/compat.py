@@ -77,7 +77,7 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name(
         "sglang.srt.runtime_context:get_spec",
-        "algorithm.py attention/flashinfer_backend.py hooks.py state_check.py worker.py",
+        "algorithm.py attention/flashinfer_backend.py graph_memory.py hooks.py state_check.py worker.py",
         signature="",
     ),
     Name("sglang.srt.arg_groups.overrides:resolving_view", "algorithm.py doctor.py worker.py", signature="server_args"),
@@ -212,7 +212,7 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY", "verify.py attention/torch_tree.py"),
     Name(
         "sglang.srt.speculative.eagle_utils:TreeMaskMode.QLEN_ONLY_BITPACKING",
-        "verify.py attention/flashinfer_backend.py",
+        "graph_memory.py verify.py attention/flashinfer_backend.py",
     ),
     Name(
         "sglang.srt.speculative.eagle_info:EagleVerifyInput.generate_attn_arg_prefill",
@@ -292,6 +292,19 @@ CONTRACT: tuple[Name, ...] = (
         signature="self num_tokens",
         attributes="buffers",
     ),
+    Name(
+        "sglang.srt.model_executor.model_runner:ModelRunner.max_decode_logits_rows",
+        "graph_memory.py",
+        signature="self",
+        attributes="attn_backend decode_attention_backend_str device model_config page_size "
+        "prefill_attention_backend_str",
+    ),
+    Name(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        "graphs.py",
+        signature="model_runner attn_backend speculative_num_steps speculative_num_draft_tokens record_nolora_graph",
+    ),
+    Name("sglang.srt.utils:get_available_gpu_memory", "graph_memory.py", passes="device gpu_id empty_cache"),
     # Slots
     Name("sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len", "hooks.py", signature=""),
     Name("sglang.srt.mem_cache.allocation_sizing:get_alloc_page_size", "hooks.py", signature=""),
@@ -322,7 +335,11 @@ CONTRACT: tuple[Name, ...] = (
     ),
     # Sampling
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
-    Name("sglang.srt.runtime_context:get_exec", "attention/flashinfer_backend.py hooks.py worker.py", signature=""),
+    Name(
+        "sglang.srt.runtime_context:get_exec",
+        "attention/flashinfer_backend.py graph_memory.py hooks.py worker.py",
+        signature="",
+    ),
     Name("sglang.srt.environ:Envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "folding.py"),
     Name(
         "sglang.srt.model_executor.model_runner:ModelRunnerOutput",
@@ -355,7 +372,7 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.layers.logits_processor:LogitsProcessorOutput", "sampling.py", passes="next_token_logits"),
     Name(
         "sglang.srt.runtime_context:get_parallel",
-        "attention/flashinfer_backend.py metrics.py sampling.py",
+        "attention/flashinfer_backend.py graph_memory.py metrics.py sampling.py",
         signature="",
     ),
     Name("sglang.srt.runtime_context:get_observability", "metrics.py", signature=""),

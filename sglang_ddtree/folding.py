@@ -15,6 +15,8 @@ from sglang.srt.environ import Envs
 
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_tree
+from sglang_ddtree.graph_memory import check_draft_graph
+from sglang_ddtree.memory_report import size
 from sglang_ddtree.tree.draft_tree import DraftTree, empty_tree
 
 logger = logging.getLogger(__name__)
@@ -53,14 +55,20 @@ class TreeSampler:
 def make_tree_sampler(
     lm_head: torch.nn.Module, config: DDTreeConfig, batch_sizes: list[int], device: torch.device | str
 ) -> TreeSampler | None:
-    """The sampler to capture for ``batch_sizes``; None where SGLang's own switch says to keep draft graphs bare."""
+    """The sampler to capture for ``batch_sizes``; None where SGLang's own switch says to keep draft graphs bare.
+
+    Raises:
+        DDTreeError: the logits of the head do not fit the device.
+    """
     if Envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER.get():
         logger.info("DDTREE: trees are built outside of the draft graph (SGLANG_DFLASH_EAGER_DRAFT_SAMPLER=1).")
         return None
+    logits = check_draft_graph(lm_head, config, batch_sizes, device)
     sampler = TreeSampler(lm_head, config, max(batch_sizes), device)
     logger.info(
-        "DDTREE: head, top-K and tree are captured in the draft graph; trees of %d requests take %.2f MB.",
+        "DDTREE: the draft graph has head, top-K and tree in it; of %d requests the logits take %s, the trees %s.",
         max(batch_sizes),
-        sampler.trees.nbytes / 1e6,
+        size(logits),
+        size(sampler.trees.nbytes),
     )
     return sampler

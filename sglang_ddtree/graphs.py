@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 
 from sglang_ddtree.config import DDTreeConfig
+from sglang_ddtree.graph_memory import check_verify_graphs
 from sglang_ddtree.verify import DDTreeVerifyInput
 
 
@@ -43,9 +44,16 @@ def dummy_verify_input(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def tree_graph_runner_class(base: type) -> type:
-    """``base`` with the verify graph captured for a tree."""
+    """``base``, SGLang's ``DecodeCudaGraphRunner``, with the verify graph captured for a tree.
+
+    Making one raises DDTreeError when what the graphs hold does not fit the device.
+    """
 
     class TreeGraphRunner(base):  # type: ignore[misc,valid-type]
+        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+            check_verify_graphs(model_runner, DDTreeConfig.from_spec(get_spec()))
+            super().__init__(model_runner, *args, **kwargs)
+
         def get_spec_info(self, num_tokens: int) -> DDTreeVerifyInput:
             return capture_input(self.buffers.custom_mask)
 

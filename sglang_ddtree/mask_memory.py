@@ -1,10 +1,10 @@
-"""Memory that verifying trees takes beside weights, KV cache and logits: masks, index buffers and plans.
+"""Memory that verifying trees takes beside weights and KV cache: masks, index buffers, plans, and logits in the graphs.
 
 What SGLang 0.5.23 and FlashInfer 0.7.2 allocate, in integers, with no import of either. The unit tests hold the sums
 against their own allocations. Read in ``flashinfer_backend.py``, ``triton_backend.py``, ``flashattention_backend.py``
 (``init_cuda_graph_state``), ``eagle_info.py`` (``generate_attn_arg_prefill``), ``verify_mask.py``,
-``runner_utils/buffers.py``, and FlashInfer's ``prefill.py`` (the wrapper's constructor and ``plan``) and
-``quantization/packbits.py``.
+``runner_utils/buffers.py``, ``graph_shared_output.py``, ``kernels/ops/speculative/lilicorr.py``, and FlashInfer's
+``prefill.py`` (the wrapper's constructor and ``plan``) and ``quantization/packbits.py``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Shape:
         top_k: ``--speculative-eagle-topk``; FA3 and FA4 have tables for it.
         heads, value_dim: query heads on one GPU, and the size of a value.
         kv_splits: ``--triton-attention-num-kv-splits``.
+        vocab: size of the vocabulary.
     """
 
     requests: int
@@ -50,6 +51,7 @@ class Shape:
     heads: int = 32
     value_dim: int = 128
     kv_splits: int = 8
+    vocab: int = 151_936
 
     @property
     def rows(self) -> int:
@@ -221,6 +223,27 @@ def flash_attention(shape: Shape) -> list[Buffer]:
         Buffer("index pointers", "int32; int64 [ctx / page] three times", lengths + expand + 3 * pages * INT64),
         Buffer("slots of a step", "int32 [bs, ctx]", bs * shape.context * INT32, step=True),
     ]
+
+
+def verify_logits(shape: Shape) -> list[Buffer]:
+    """Of the target's verify graphs, on any backend: one buffer for all batch sizes, as wide as the vocabulary."""
+    return [Buffer("logits of the verify graphs", "float32 [bs * Q, vocab]", shape.rows * shape.vocab * 4)]
+
+
+def draft_logits(shape: Shape, depth: int, *, itemsize: int = 2) -> list[Buffer]:
+    """Of the head in the draft graph; the batch sizes share it, because a capture gives it back to the graphs' pool.
+
+    Args:
+        shape: its ``vocab`` is what one rank holds of the vocabulary.
+        depth: drafted positions.
+        itemsize: bytes of a logit, in the head's dtype.
+    """
+    # SGLang's top-K kernels take a K that is a power of two; another K goes through torch, which makes two more of it.
+    kept = min(shape.top_k, _ceil(shape.vocab, 1024))
+    copies = 1 if kept & (kept - 1) == 0 else 3
+    name = "drafter: logits in the draft graph"
+    size = copies * shape.requests * depth * shape.vocab * itemsize
+    return [Buffer(name, "the head's dtype [bs * depth, vocab]; three times unless K is a power of two", size)]
 
 
 def trees(shape: Shape) -> list[Buffer]:

@@ -30,20 +30,24 @@ def flashinfer_table(shape: Shape, block_size: int) -> tuple[tuple[str, ...], Ro
         columns.append(
             [
                 *mask_memory.flashinfer(shape, mask),
+                *mask_memory.verify_logits(shape),
                 *ours,
                 *mask_memory.flashinfer_drafter(shape, block_size, patched=mask == "bits"),
+                *mask_memory.draft_logits(shape, _depth(shape, block_size)),
             ]
         )
     head = ("buffer", "dtype and shape", "there", "SGLang 0.5.23", "with patch 0004", "tree attention")
     return head, _side_by_side(columns)
 
 
-def other_table(shape: Shape) -> tuple[tuple[str, ...], Rows]:
+def other_table(shape: Shape, block_size: int) -> tuple[tuple[str, ...], Rows]:
     """Head and rows: the Triton backend, and FA3 and FA4."""
-    columns = [
-        [*mask_memory.triton(shape), *mask_memory.trees(shape)],
-        [*mask_memory.flash_attention(shape), *mask_memory.trees(shape)],
+    ours = [
+        *mask_memory.verify_logits(shape),
+        *mask_memory.trees(shape),
+        *mask_memory.draft_logits(shape, _depth(shape, block_size)),
     ]
+    columns = [[*mask_memory.triton(shape), *ours], [*mask_memory.flash_attention(shape), *ours]]
     return ("buffer", "dtype and shape", "there", "`triton`", "`fa3`, `fa4`"), _side_by_side(columns)
 
 
@@ -62,6 +66,10 @@ def size(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.2f} {name}" if count < 10 * unit else f"{count / unit:.0f} {name}"
     return f"{count} B"
+
+
+def _depth(shape: Shape, block_size: int) -> int:
+    return min(block_size - 1, shape.width - 1)
 
 
 def _side_by_side(columns: Sequence[Sequence[Buffer]]) -> Rows:
@@ -89,13 +97,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--context", type=int, default=40960, metavar="N", help="context length (%(default)s)")
     parser.add_argument("--page-size", type=int, default=1, metavar="N", help="SGLang's (%(default)s)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="the drafter's (%(default)s)")
+    parser.add_argument("--vocab", type=int, default=151936, metavar="N", help="size of the vocabulary (%(default)s)")
     parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads on one GPU (%(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a value (%(default)s)")
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the tables as Markdown; 0."""
-    numbers = (options.requests, options.context, options.page_size, options.block_size, options.heads)
+    numbers = (options.requests, options.context, options.page_size, options.block_size, options.heads, options.vocab)
     if min(*numbers, options.head_dim) < 1:
         parser.error("all numbers must be at least 1")
     if not 1 <= options.budget <= MAX_BUDGET:
@@ -108,11 +117,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         page_size=options.page_size,
         heads=options.heads,
         value_dim=options.head_dim,
+        vocab=options.vocab,
     )
     print(f"bs {shape.requests}, Q {shape.width}, ctx {shape.context:,}; {shape.graphs} captured batch sizes.")
     for name, (head, rows) in (
         ("flashinfer", flashinfer_table(shape, options.block_size)),
-        ("triton, fa3, fa4", other_table(shape)),
+        ("triton, fa3, fa4", other_table(shape, options.block_size)),
     ):
         print(f"\n{name}:\n\n{table(head, rows)}")
     most = mask_memory.most_requests_with_stock_mask(shape.width, shape.context)

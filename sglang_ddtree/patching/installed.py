@@ -8,6 +8,7 @@ from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.patching import diff, series, tree
 
 ROW_WIDTH = "0001-req-to-token-rows"
+FLASHINFER_VERIFY = "0004-flashinfer-tree-verify"
 WITHOUT_TRITON = "0006-dflash-without-triton"
 
 

@@ -10,6 +10,7 @@ import torch
 from no_sync import NoSync
 from sglang.srt.models import dflash
 
+from sglang_ddtree import graph_memory
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_tree
 from sglang_ddtree.folding import TreeSampler, make_tree_sampler
@@ -23,7 +24,8 @@ HIDDEN, VOCAB, MAX_BS = 8, 40, 8
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "on_host", lambda device: False)
-    monkeypatch.setattr(dflash, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    for module in (dflash, graph_memory):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_size=1))
 
 
 def head() -> SimpleNamespace:

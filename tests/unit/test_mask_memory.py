@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_runner import install, make_runner
 from stock_sglang import modules
 
 from sglang_ddtree import mask_memory, memory_report
 from sglang_ddtree.attention import flashinfer_layout
 from sglang_ddtree.cli import main
+from sglang_ddtree.gpu.flashinfer_stand_in import flashinfer_on_cpu
 from sglang_ddtree.mask_memory import Buffer, Shape
 
 SHAPES = [
@@ -87,6 +89,32 @@ def test_flashinfers_graph_buffers(flashinfer_backends, shape, mask):
     assert held(backend.cuda_graph_kv_indices) == named(drafter, "drafter: KV indices in the graphs")
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(requests=4, width=70, context=64)])
+def test_the_tree_backends_graph_buffers(monkeypatch, shape):
+    """Our own FlashInfer backend: everything that its constructor and its capture leave in it."""
+    installed = install(monkeypatch, shape.width)
+    runner = make_runner(requests=shape.requests, context=shape.context, width=shape.width)
+    with flashinfer_on_cpu():
+        backend = installed.ours.TreeFlashInferBackend(runner, init_new_workspace=False)
+        backend.init_cuda_graph_state(shape.requests, shape.rows)
+        graphs = [backend._create_prefill_wrappers(bs, use_custom_mask=True)[0] for bs in range(1, shape.requests + 1)]
+    buffers = mask_memory.flashinfer(replace(shape, graphs=len(graphs)), "tree")
+    assert held(backend.verify_mask) == named(buffers, "bit rows in the graphs")
+    assert held(backend.cuda_graph_kv_indices) == named(buffers, "KV indices in the graphs")
+    # The capture's copy of kv and qo; SGLang's own has one for the mask besides, and a step makes two more.
+    fixed = held(backend.kv_indptr, backend.qo_indptr, backend.cuda_graph_qo_indptr, backend.kv_last_page_len)
+    assert named(buffers, "index pointers") - fixed == 3 * (shape.requests + 1) * 4
+    shared = (backend.workspace_buffer, backend.verify_mask.buffer, *backend.cuda_graph_kv_indices, *backend.kv_indptr)
+    shared += (*backend.cuda_graph_qo_indptr, backend.kv_last_page_len)
+    storages = {each.untyped_storage().data_ptr() for each in shared}
+    own = []
+    for wrapper in (*graphs, *backend.prefill_wrappers_verify):
+        tensors = {name: each for name, each in vars(wrapper).items() if isinstance(each, torch.Tensor)}
+        tensors.pop("_pin_memory_int_workspace_buffer")
+        own += [each for each in tensors.values() if each.untyped_storage().data_ptr() not in storages]
+    assert held(own) == named(buffers, "plans")
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_mask_of_a_step_and_its_padded_copy(shape):
     """SGLang's own arguments for a verify pass, at full context; one request fewer is padded to the captured size."""
@@ -140,6 +168,15 @@ def test_the_mask_of_the_graph_runner(shape, monkeypatch):
         cache_loc_dtype=torch.int64, enable_mamba_track=False,
     )  # fmt: skip
     assert held(made.custom_mask) == named(mask_memory.flashinfer(shape, "tree"), "mask that captures are shown")
+
+
+@pytest.mark.parametrize("shape", [replace(SHAPES[0], vocab=1000), replace(SHAPES[1], vocab=32_064)])
+def test_the_logits_of_the_verify_graphs(shape):
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+
+    shared = GraphSharedOutput(device="cpu", max_rows=shape.rows)
+    buffer = shared.get_logits_buffer(shape.vocab, rows=shape.rows)
+    assert held(buffer) == mask_memory.total(mask_memory.verify_logits(shape))
 
 
 def test_a_flashinfer_wrapper(monkeypatch):
