@@ -68,7 +68,12 @@ one line.
 
 
 def hook_table() -> str:
-    groups = (("every process", hooks.COMMAND_LINE), ("DDTREE's workers", hooks.ENGINE), ("CPU platform", hooks.CPU))
+    groups = (
+        ("every process", hooks.COMMAND_LINE),
+        ("DDTREE's workers", hooks.ENGINE),
+        ("workers with `SGLANG_DDTREE_STATES=deltas`", hooks.STATES),
+        ("CPU platform", hooks.CPU),
+    )
     rows: Rows = []
     for where, group in groups:
         for hook in group:
@@ -96,7 +101,7 @@ WIDTHS, BATCHES = (5, 9, 17, 33, 65), (1, 2, 4, 8, 16)
 
 def state_table() -> str:
     """GiB of states on one GPU, over verify width and running requests, without a prefix cache."""
-    state = QWEN36.bytes()
+    state = QWEN36.sizes()
     rows: Rows = []
     for width in WIDTHS:
         sizes = [
@@ -112,7 +117,7 @@ def state_fit_table() -> str:
     rows: Rows = []
     for name, gpus, memory in MACHINES:
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
-            state = dataclasses.replace(QWEN36, state_bytes=size).bytes(gpus)
+            state = dataclasses.replace(QWEN36, state_bytes=size).sizes(gpus)
             free = int(0.9 * memory * state_memory.GIB - WEIGHTS / gpus)
             shared = state_memory.share_for_states(free)
             alone = free - 4 * state_memory.GIB
