@@ -325,13 +325,13 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.layers.attention.linear.utils:pp_spec_stable_rows_enabled", "algorithm.py", signature=""),
     Name(
         "sglang.srt.layers.attention.linear.kernels.gdn_triton:TritonGDNKernel.target_verify",
-        "hooks.py state_deltas.py",
+        "hooks.py state_deltas.py gpu/states.py",
         signature="self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc intermediate_states_buffer "
         "intermediate_state_indices cache_steps retrieve_parent_token kwargs",
     ),
     Name(
         "sglang.kernels.ops.mamba.mamba_state_scatter_triton:scatter_mamba_states_after_mtp_verify",
-        "hooks.py state_deltas.py",
+        "hooks.py state_deltas.py gpu/states.py",
         signature="mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
         "mamba_steps_to_track src_indices_raw",
     ),

@@ -96,6 +96,10 @@ class DeltaNet:
         return StateSizes(state, self.layers * window // tp_size + delta)
 
 
+#: As its config.json is believed to be (docs/qwen3.6-27b.md says so).
+QWEN36_27B = DeltaNet(layers=48, key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
+
+
 def delta_bytes(layers: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
     """One node in ``tree/kernels/delta_rule.py: Deltas``: each layer's key, update and decay in float32, a parent."""
     return layers * 4 * (key_heads * key_dim + value_heads * (value_dim + 1)) + 4
