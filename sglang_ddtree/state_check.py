@@ -65,7 +65,8 @@ def sizes_of(configurator: Any) -> tuple[StateSizes, StateSizes | None]:
     """What the target's states take on this GPU as stored states and as deltas; None where it has no deltas."""
     params = configurator.mambaish_config.mamba2_cache_params
     stored = StateSizes.stored(int(params.mamba_cache_per_req))
-    if configurator.hybrid_gdn_config is None or params.is_kda:
+    # SGLang counts Jet Nemotron, whose layers are others, among Gated DeltaNets; its config has none of their sizes.
+    if not hasattr(configurator.hybrid_gdn_config, "linear_num_value_heads") or params.is_kda:
         return stored, None
     value_heads, value_dim, key_dim = params.shape.temporal
     layers = len(params.layers)

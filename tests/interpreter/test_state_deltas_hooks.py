@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from delta_rule_cases import random_layer
+from no_sync import NoSync
+from triton.runtime import interpreter
 
 from sglang_ddtree import hooks, state_deltas
 
@@ -123,6 +125,26 @@ def test_padded_requests_of_a_graph_write_to_their_own_rows():
     layer.parents[1:] = 77
     assert torch.equal(verify(pool, layer, 0, slots).view(BS, WIDTH, VALUE_HEADS, DIM)[0], whole[0])
     assert pool.mamba_cache.intermediate_ssm.update[0, 3:].count_nonzero() == 0
+
+
+def test_neither_waits_for_the_device(monkeypatch):
+    """So that a graph can hold the verify pass, and the commit does not hold up the next step."""
+    launched = []
+    launch = interpreter.GridExecutor.__call__
+
+    def counted(executor, *args, **options):
+        launched.append(executor.fn.__name__)
+        with NoSync.paused():
+            return launch(executor, *args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+    pool, layer = make_pool(True), layers()[0]
+    slots, last = torch.tensor([6, 2, 4], dtype=torch.int32), torch.tensor([8, 0, 3])
+    track = torch.tensor([1, 3, 5]), torch.tensor([2, -1, 3])
+    with NoSync():
+        verify(pool, layer, 0, slots)
+        hooks._commit_deltas(lambda *args: None, pool.mamba_cache, slots, last, *track)
+    assert launched == ["verify_kernel", "fold_kernel"]
 
 
 def test_half_precision_states_are_rounded_once_a_step():

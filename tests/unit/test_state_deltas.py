@@ -126,8 +126,8 @@ class Configurator:
     hybrid_kda_config = None
     spec_algorithm = types.SimpleNamespace(is_none=lambda: False)
 
-    def __init__(self, params, gdn=True):
-        self.mambaish_config = types.SimpleNamespace(mamba2_cache_params=params)
+    def __init__(self, params, gdn=True, sizes=types.MappingProxyType({"linear_num_value_heads": 4})):
+        self.mambaish_config = types.SimpleNamespace(mamba2_cache_params=params, **sizes)
         self.hybrid_gdn_config = self.mambaish_config if gdn else None
 
     def _calculate_mamba_ratio(self):
@@ -220,6 +220,12 @@ def test_a_target_that_sglang_does_not_run_as_a_delta_net_is_refused(sized):
     with pytest.raises(DDTreeError, match="does not run this target as a Gated DeltaNet"):
         sized("deltas", params=kda)
     assert sized("stored", gdn=False) == sized("stored")
+
+
+def test_deltas_are_not_offered_to_layers_that_only_share_the_name():
+    """Jet Nemotron is a Gated DeltaNet to SGLang's configuration."""
+    assert state_check.sizes_of(Configurator(pool_params(), sizes={"efficient_attention_config": {}}))[1] is None
+    assert state_check.sizes_of(Configurator(pool_params()))[1] is not None
 
 
 # Which hooks there are
