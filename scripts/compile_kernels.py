@@ -50,11 +50,11 @@ def main() -> int:
 
 def compile_triton(architectures: list[int], budgets: tuple[int, ...]) -> int:
     """Print one row per kernel and architecture; how many failed."""
-    from sglang_ddtree.gpu.compilation import compile_variant, variants
+    from sglang_ddtree.gpu.compilation import compile_variant, delta_variants, variants
 
     failed = 0
     print("| kernel | sm | registers | stack | shared | machine code |\n|---|---|---|---|---|---|")
-    for variant in variants(budgets):
+    for variant in (*variants(budgets), *delta_variants()):
         for arch in architectures:
             try:
                 done = compile_variant(variant, arch)

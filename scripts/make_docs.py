@@ -68,7 +68,12 @@ one line.
 
 
 def hook_table() -> str:
-    groups = (("every process", hooks.COMMAND_LINE), ("DDTREE's workers", hooks.ENGINE), ("CPU platform", hooks.CPU))
+    groups = (
+        ("every process", hooks.COMMAND_LINE),
+        ("DDTREE's workers", hooks.ENGINE),
+        ("workers with `SGLANG_DDTREE_STATES=deltas`", hooks.STATES),
+        ("CPU platform", hooks.CPU),
+    )
     rows: Rows = []
     for where, group in groups:
         for hook in group:
@@ -86,43 +91,84 @@ def patch_table() -> str:
     return table(("patch", "subject", "files in `sglang/`"), rows)
 
 
-#: As its config.json is believed to be (docs/qwen3.6-27b.md says so).
-QWEN36 = state_memory.DeltaNet(layers=48, key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
+QWEN36 = state_memory.QWEN36_27B
 #: GPUs, memory of each in GiB, and the bf16 weights of target and drafter together.
 MACHINES = (("2x A6000 48 GB", 2, 47.5), ("PRO 6000 96 GB", 1, 95.0), ("H200 141 GB", 1, 140.0))
 WEIGHTS = 57.5e9
 WIDTHS, BATCHES = (5, 9, 17, 33, 65), (1, 2, 4, 8, 16)
+#: Keys and values of one token: 16 layers of the target with 4 heads of 256, 5 of the drafter with 8 heads of 128.
+KV_TOKEN = 2 * 2 * (16 * 4 * 256 + 5 * 8 * 128)
 
 
 def state_table() -> str:
-    """GiB of states on one GPU, over verify width and running requests, without a prefix cache."""
-    state = QWEN36.bytes()
+    """GiB of states on one GPU, stored and as deltas, over verify width and requests, without a prefix cache."""
+    forms, slots = (QWEN36.sizes(), QWEN36.sizes(deltas=True)), state_memory.SLOTS_NO_CACHE
     rows: Rows = []
     for width in WIDTHS:
-        sizes = [
-            state_memory.total_bytes(state, width, requests, state_memory.SLOTS_NO_CACHE) / state_memory.GIB
+        cells = [
+            " / ".join(
+                f"{state_memory.total_bytes(sizes, width, requests, slots) / state_memory.GIB:.1f}" for sizes in forms
+            )
             for requests in BATCHES
         ]
-        rows.append((f"{width} (budget {width - 1})", *(f"{size:.1f}" for size in sizes)))
+        rows.append((f"{width} (budget {width - 1})", *cells))
     return table(("verify width", *(f"{requests} request{'s'[: requests > 1]}" for requests in BATCHES)), rows)
+
+
+def free_bytes(gpus: int, memory: float) -> int:
+    """On each GPU beside the weights, with 90% of its memory in use."""
+    return int(0.9 * memory * state_memory.GIB - WEIGHTS / gpus)
 
 
 def state_fit_table() -> str:
     """Running requests that fit, over machine and width: SGLang's own division, and without a prefix cache."""
     rows: Rows = []
     for name, gpus, memory in MACHINES:
+        free = free_bytes(gpus, memory)
+        shared = state_memory.share_for_states(free)
+        alone = free - 4 * state_memory.GIB
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
-            state = dataclasses.replace(QWEN36, state_bytes=size).bytes(gpus)
-            free = int(0.9 * memory * state_memory.GIB - WEIGHTS / gpus)
-            shared = state_memory.share_for_states(free)
-            alone = free - 4 * state_memory.GIB
-            cells = [
-                f"{state_memory.requests_that_fit(shared, state, width, state_memory.SLOTS_EXTRA_BUFFER)}"
-                f" / {state_memory.requests_that_fit(alone, state, width, state_memory.SLOTS_NO_CACHE)}"
-                for width in WIDTHS
-            ]
-            rows.append((name, dtype, f"{free / state_memory.GIB:.1f}", *cells))
-    return table(("machine", "states in", "GiB free a GPU", *(f"width {width}" for width in WIDTHS)), rows)
+            for deltas in (False, True):
+                sizes = dataclasses.replace(QWEN36, state_bytes=size).sizes(gpus, deltas=deltas)
+                cells = [
+                    f"{state_memory.requests_that_fit(shared, sizes, width, state_memory.SLOTS_EXTRA_BUFFER)}"
+                    f" / {state_memory.requests_that_fit(alone, sizes, width, state_memory.SLOTS_NO_CACHE)}"
+                    for width in WIDTHS
+                ]
+                form = "deltas" if deltas else "stored"
+                rows.append((name, dtype, form, f"{free / state_memory.GIB:.1f}", *cells))
+    head = ("machine", "states in", "verify pass", "GiB free a GPU", *(f"width {width}" for width in WIDTHS))
+    return table(head, rows)
+
+
+def state_sum_table() -> str:
+    """Width 33 at batch 16 on one card of 96 GB, written out."""
+    width, requests, slots = 33, 16, state_memory.SLOTS_EXTRA_BUFFER
+    _, gpus, memory = MACHINES[1]
+    free = free_bytes(gpus, memory)
+    rows: list[list[str]] = [
+        [f"free: 0.9 x {memory:.0f} GiB - {WEIGHTS / 1e9:.1f} GB of weights"],
+        ["one node of the verify pass"],
+        [f"nodes: ({requests} + 1) x {width}"],
+        [f"slots: {requests} x {slots} + 1 states"],
+        ["states together"],
+        ["left for keys and values"],
+        [f"tokens of them, {KV_TOKEN >> 10} KiB each for target and drafter"],
+    ]
+    for deltas in (False, True):
+        sizes = QWEN36.sizes(gpus, deltas=deltas)
+        nodes = state_memory.verify_bytes(sizes, width, requests)
+        total = state_memory.total_bytes(sizes, width, requests, slots)
+        left = free - total
+        cells = [gib(free), memory_report.size(sizes.node), gib(nodes), gib(total - nodes), gib(total)]
+        cells += [gib(left), f"{left // KV_TOKEN:,}"] if left > 0 else ["it does not fit", "-"]
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
+    return table(("", "stored", "deltas"), [tuple(row) for row in rows])
+
+
+def gib(size: int) -> str:
+    return f"{size / state_memory.GIB:.1f} GiB"
 
 
 #: The sizes that docs/gpu.md is about; heads of a dense 8B model.
@@ -144,6 +190,7 @@ def mask_limit_table() -> str:
 def with_tables(text: str) -> str:
     """A page with the tables between its ``<!-- made: NAME -->`` and ``<!-- end -->`` lines renewed."""
     makers = {"hooks": hook_table, "patches": patch_table, "states": state_table, "states_fit": state_fit_table}
+    makers |= {"states_sum": state_sum_table}
     makers |= {"masks": mask_table, "other_masks": other_mask_table, "mask_limit": mask_limit_table}
     return re.sub(
         r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)",

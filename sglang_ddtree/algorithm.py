@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import config as settings
+from sglang_ddtree import state_form
 from sglang_ddtree.attention import flashinfer_choice
 from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
@@ -99,7 +100,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         drafter = check_drafter(server_args)
 
         cpu = server_args.device == "cpu"
-        check_target(read_config(resolve_model_dir(server_args.model_path, server_args.revision)), cpu)
+        target = read_config(resolve_model_dir(server_args.model_path, server_args.revision))
+        check_target(target, cpu)
         default = settings.DEFAULT_BUDGET_CPU if cpu else settings.DEFAULT_BUDGET
         config = settings.DDTreeConfig(
             budget=settings.resolve_budget(server_args.speculative_num_draft_tokens, default),
@@ -107,6 +109,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             top_k=settings.resolve_top_k(server_args.speculative_eagle_topk),
         )
         _require_track_interval(server_args, config.verify_width)
+        _check_states(server_args, target, config.verify_width)
         for field, value in config.as_server_fields().items():
             setattr(server_args, field, value)
         if server_args.max_running_requests is None:
@@ -204,7 +207,7 @@ def _refuse_unsupported(args: Any) -> None:
         (
             args.enable_linear_replayssm or args.enable_linear_replayssm_spec,
             "ReplaySSM (--enable-linear-replayssm, --enable-linear-replayssm-spec)",
-            "drop it; it replays a chain, and a tree keeps a state per node",
+            f"drop it; it replays a chain, and a tree has branches (for memory, {state_form.ENV}={state_form.DELTAS})",
         ),
         (
             args.mamba_backend == "flashinfer",
@@ -227,6 +230,18 @@ def _require_track_interval(args: Any, verify_width: int) -> None:
             f"a verify width of {verify_width} needs a --mamba-track-interval of at least that, got "
             f"{args.mamba_track_interval}: use {settings.BUDGET_FLAG} {args.mamba_track_interval - 1} or less."
         )
+
+
+def _check_states(args: Any, target: dict[str, Any], verify_width: int) -> None:
+    from sglang.srt.layers.attention.linear.utils import pp_spec_stable_rows_enabled
+
+    state_form.check(
+        target,
+        device=args.device,
+        width=verify_width,
+        verify_backend=args.linear_attn_verify_backend,
+        by_rows=pp_spec_stable_rows_enabled(),
+    )
 
 
 def _resolve_attention_backends(args: Any, cpu: bool) -> None:

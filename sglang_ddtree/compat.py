@@ -314,7 +314,39 @@ CONTRACT: tuple[Name, ...] = (
         "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._handle_max_mamba_cache",
         "hooks.py state_check.py",
         signature="self total_rest_memory",
-        attributes="mambaish_config attn_dp_size _calculate_mamba_ratio",
+        attributes="mambaish_config hybrid_gdn_config attn_dp_size _calculate_mamba_ratio",
+    ),
+    Name(
+        "sglang.srt.configs.mamba_utils:Mamba2StateShape",
+        "state_check.py state_deltas.py",
+        attributes="temporal num_k_heads_per_tp",
+    ),
+    Name(
+        "sglang.srt.mem_cache.memory_pool:MambaPool.__init__",
+        "hooks.py state_deltas.py",
+        signature="self size spec_state_size cache_params mamba_layer_ids device enable_memory_saver "
+        "speculative_num_draft_tokens speculative_eagle_topk enable_linear_replayssm linear_replayssm_cache_len "
+        "envelope_layout enable_linear_replayssm_spec",
+        attributes="mamba_cache mem_usage memory_saver_adapter _intermediate_conv_window_phys",
+    ),
+    Name(
+        "sglang.srt.mem_cache.memory_pool:MambaPool.SpeculativeState",
+        "state_deltas.py",
+        passes="temporal intermediate_ssm intermediate_conv_window",
+    ),
+    Name("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE", "state_deltas.py"),
+    Name("sglang.srt.layers.attention.linear.utils:pp_spec_stable_rows_enabled", "algorithm.py", signature=""),
+    Name(
+        "sglang.srt.layers.attention.linear.kernels.gdn_triton:TritonGDNKernel.target_verify",
+        "hooks.py state_deltas.py gpu/states.py",
+        signature="self A_log dt_bias q k v a b ssm_states cache_indices query_start_loc intermediate_states_buffer "
+        "intermediate_state_indices cache_steps retrieve_parent_token kwargs",
+    ),
+    Name(
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton:scatter_mamba_states_after_mtp_verify",
+        "hooks.py state_deltas.py gpu/states.py",
+        signature="mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
+        "mamba_steps_to_track src_indices_raw",
     ),
     Name("sglang.srt.runtime_context:get_memory", "state_check.py", signature=""),
     Name("sglang.srt.runtime_context:get_schedule", "state_check.py", signature=""),

@@ -79,6 +79,13 @@ VARIABLES = (
         "does not start where it cannot; stock always takes custom_mask",
         "auto",
     ),
+    Flag(
+        "SGLANG_DDTREE_STATES",
+        "stored|deltas",
+        "what a verify pass keeps of a Gated DeltaNet target's nodes: a recurrent state each, or what the states are "
+        "made of, which takes a fraction of the memory",
+        "stored",
+    ),
     Flag("SGLANG_PLUGINS", "NAMES", "SGLang's list of plugins to load; must contain ddtree if it is set", "unset: all"),
 )
 

@@ -1,8 +1,8 @@
 """Every hook into SGLang, in one table, with the reason and what breaks without it.
 
-Three groups, registered only where they are needed (see ``plugin.py``): the command-line flag in every process; the
-engine's in the workers of a DDTREE server; the CPU platform's where that platform was selected. Each engine hook
-passes through to SGLang unless the server runs DDTREE.
+Four groups, registered only where they are needed (see ``plugin.py``): the command-line flag in every process; the
+engine's in the workers of a DDTREE server; those of deltas there too, where they were asked for; the CPU platform's
+where that platform was selected. Each engine hook passes through to SGLang unless the server runs DDTREE.
 """
 
 from __future__ import annotations
@@ -358,6 +358,54 @@ ENGINE = (
         "sampled requests draw at every node with SGLang's own sampler (all parameters, exact seeds); without it they "
         "are sampled by EAGLE's kernel, which ignores min_p and exists on CUDA only, and penalties are relaxed: one "
         "state for all nodes, and only a step's last token is counted",
+    ),
+)
+
+
+# --- deltas instead of states, SGLANG_DDTREE_STATES=deltas ---
+
+
+def _pool_of_deltas(original: Callable[..., None], pool: Any, **kwargs: Any) -> None:
+    if not _ddtree_is_running():
+        return original(pool, **kwargs)
+    from sglang_ddtree.state_deltas import make_pool
+
+    return make_pool(original, pool, **kwargs)
+
+
+def _verify_with_deltas(original: Callable[..., Any], kernel: Any, **kwargs: Any) -> Any:
+    from sglang_ddtree.state_deltas import verify
+
+    return verify(original, kernel, **kwargs)
+
+
+def _commit_deltas(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    from sglang_ddtree.state_deltas import commit
+
+    commit(original, *args, **kwargs)
+
+
+STATES = (
+    Hook(
+        "sglang.srt.mem_cache.memory_pool.MambaPool.__init__",
+        _pool_of_deltas,
+        "around",
+        "the pool has a recurrent state for every node of the tree; with it there are the node's key, update and decay "
+        "in their place",
+    ),
+    Hook(
+        "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.target_verify",
+        _verify_with_deltas,
+        "around",
+        "SGLang's kernel writes a state for each node, which there is no room for; this one computes the same outputs "
+        "from the state before the root",
+    ),
+    Hook(
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
+        _commit_deltas,
+        "around",
+        "SGLang copies the accepted node's state, and there is none; with it that state is folded from the accepted "
+        "path, and SGLang copies the convolution windows",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""``sglang-ddtree memory``: the sizes of ``mask_memory`` as tables, for one shape."""
+"""``sglang-ddtree memory``: the sizes of ``mask_memory`` and ``state_memory`` as tables, for one shape."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_ddtree import mask_memory
+from sglang_ddtree import mask_memory, state_memory
 from sglang_ddtree.config import MAX_BUDGET
+from sglang_ddtree.drafter.files import read_config, resolve_model_dir
+from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.mask_memory import Buffer, Shape
 
 Rows = list[tuple[str, ...]]
@@ -60,6 +62,41 @@ def limit_table(budgets: Sequence[int], contexts: Sequence[int]) -> tuple[tuple[
     return ("budget", *(f"context {context:,}" for context in contexts)), rows
 
 
+def state_table(net: state_memory.DeltaNet, tp_size: int, width: int, requests: int) -> tuple[tuple[str, ...], Rows]:
+    """Head and rows: what a Gated DeltaNet target's states take on one GPU, stored and as deltas."""
+    rows: list[list[str]] = [
+        ["one node of the verify pass"],
+        [f"nodes: ({requests} + 1) x {width}"],
+        [f"with slots, no prefix cache: {requests} + 1 states"],
+        [f"with slots, extra_buffer: {requests} x {state_memory.SLOTS_EXTRA_BUFFER} + 1 states"],
+    ]
+    for deltas in (False, True):
+        sizes = net.sizes(tp_size, deltas=deltas)
+        cells = [sizes.node, state_memory.verify_bytes(sizes, width, requests)]
+        cells += [
+            state_memory.total_bytes(sizes, width, requests, slots)
+            for slots in (state_memory.SLOTS_NO_CACHE, state_memory.SLOTS_EXTRA_BUFFER)
+        ]
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(size(cell))
+    return ("states of the target", "stored", "deltas"), [tuple(row) for row in rows]
+
+
+def read_delta_net(target: str, state_dtype: str | None) -> state_memory.DeltaNet:
+    """The sizes of a target's states, from its ``config.json``.
+
+    Raises:
+        DDTreeError: there is none, or it is not a Gated DeltaNet's.
+    """
+    config = read_config(resolve_model_dir(target))
+    try:
+        return state_memory.DeltaNet.of_config({**config, **(config.get("text_config") or {})}, state_dtype)
+    except KeyError as error:
+        raise DDTreeError(
+            f"{target} is not a Gated DeltaNet target: its config.json has no {error.args[0]}: leave --target out."
+        ) from None
+
+
 def size(count: int) -> str:
     """Bytes as text."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
@@ -100,15 +137,24 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--vocab", type=int, default=151936, metavar="N", help="size of the vocabulary (%(default)s)")
     parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads on one GPU (%(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a value (%(default)s)")
+    parser.add_argument("--target", metavar="DIR", help="a Gated DeltaNet target: its states too, stored and as deltas")
+    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="GPUs that share its states (%(default)s)")
+    parser.add_argument(
+        "--mamba-ssm-dtype", choices=("float32", "bfloat16", "float16"), help="type of its states (config.json's)"
+    )
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Print the tables as Markdown; 0."""
     numbers = (options.requests, options.context, options.page_size, options.block_size, options.heads, options.vocab)
-    if min(*numbers, options.head_dim) < 1:
+    if min(*numbers, options.head_dim, options.tp_size) < 1:
         parser.error("all numbers must be at least 1")
     if not 1 <= options.budget <= MAX_BUDGET:
         parser.error(f"--budget must be between 1 and {MAX_BUDGET}")
+    try:
+        net = read_delta_net(options.target, options.mamba_ssm_dtype) if options.target else None
+    except DDTreeError as error:
+        parser.error(str(error))
     shape = Shape(
         requests=options.requests,
         width=options.budget + 1,
@@ -125,6 +171,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         ("triton, fa3, fa4", other_table(shape, options.block_size)),
     ):
         print(f"\n{name}:\n\n{table(head, rows)}")
+    if net is not None:
+        print(f"\n{table(*state_table(net, options.tp_size, shape.width, shape.requests))}")
     most = mask_memory.most_requests_with_stock_mask(shape.width, shape.context)
     fits = mask_memory.stock_mask_fits(shape.requests, shape.width, shape.context)
     verdict = "fits" if fits else "DOES NOT FIT: wrong masks without an error"

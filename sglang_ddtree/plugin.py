@@ -45,12 +45,14 @@ def register() -> None:
 
 def hook_groups() -> list[tuple[Hook, ...]]:
     """The groups of hooks that this process needs."""
-    from sglang_ddtree import hooks
+    from sglang_ddtree import hooks, state_form
     from sglang_ddtree.cpu.plugin import is_selected
 
     groups: list[tuple[Hook, ...]] = [hooks.COMMAND_LINE]
     if os.environ.get(ACTIVE_ENV) == "1":
         groups.append(hooks.ENGINE)
+        if state_form.is_deltas():
+            groups.append(hooks.STATES)
     if is_selected():
         groups.append(hooks.CPU)
     return groups

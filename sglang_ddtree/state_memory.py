@@ -5,7 +5,8 @@ SGLang 0.5.23 allocates all of it at start, in ``mem_cache/memory_pool.py: Mamba
 
 - persistent states for ``slots + 1`` slots (a request takes several when its prefix is to be cached),
 - states of the verify pass for ``(requests + 1) * width`` nodes, recurrent state and convolution window alike, since a
-  tree cannot share overlapping windows as a chain does,
+  tree cannot share overlapping windows as a chain does; with deltas (``state_form.py``) a node has, instead of its
+  recurrent state, what that is made of,
 
 and chooses ``slots`` in ``mem_cache/kv_cache_configurator.py: _handle_max_mamba_cache``. The same sums, in integers.
 """
@@ -23,6 +24,23 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SLOTS_NO_BUFFER, SLOTS_EXTRA_BUFFER, SLOTS_NO_CACHE = 3, 5, 1
 #: ``--mamba-full-memory-ratio``: memory for states over memory for keys and values.
 DEFAULT_RATIO = 0.9
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Bytes on one GPU.
+
+    Attributes:
+        state: one set of states, of all layers: SGLang's ``mamba_cache_per_req``.
+        node: what a verify pass keeps of one node: as much where states are stored, less where deltas are.
+    """
+
+    state: int
+    node: int
+
+    @classmethod
+    def stored(cls, state: int) -> StateSizes:
+        return cls(state, state)
 
 
 @dataclass(frozen=True)
@@ -65,38 +83,52 @@ class DeltaNet:
             state_bytes=_BYTES[state_dtype or text.get("mamba_ssm_dtype") or "float32"],
         )
 
-    def bytes(self, tp_size: int = 1) -> int:
-        """One set of states on one GPU: SGLang's ``mamba_cache_per_req``."""
+    def sizes(self, tp_size: int = 1, *, deltas: bool = False) -> StateSizes:
+        """On one of ``tp_size`` GPUs, for the verify pass that stores states or the one that keeps deltas."""
         recurrent = self.value_heads * self.value_dim * self.key_dim * self.state_bytes
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         window = channels * (self.kernel - 1) * self.window_bytes
-        return self.layers * (recurrent + window) // tp_size
+        state = self.layers * (recurrent + window) // tp_size
+        if not deltas:
+            return StateSizes.stored(state)
+        heads = self.key_heads // tp_size, self.value_heads // tp_size
+        delta = delta_bytes(self.layers, *heads, self.key_dim, self.value_dim)
+        return StateSizes(state, self.layers * window // tp_size + delta)
 
 
-def verify_bytes(state: int, width: int, requests: int) -> int:
-    """What a verify pass keeps: a state of ``state`` bytes for each of ``width`` nodes of ``requests`` requests.
+#: As its config.json is believed to be (docs/qwen3.6-27b.md says so).
+QWEN36_27B = DeltaNet(layers=48, key_heads=16, value_heads=48, key_dim=128, value_dim=128, kernel=4)
+
+
+def delta_bytes(layers: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
+    """One node in ``tree/kernels/delta_rule.py: Deltas``: each layer's key, update and decay in float32, a parent."""
+    return layers * 4 * (key_heads * key_dim + value_heads * (value_dim + 1)) + 4
+
+
+def verify_bytes(sizes: StateSizes, width: int, requests: int) -> int:
+    """What a verify pass keeps of ``width`` nodes of each of ``requests`` requests.
 
     One more request is SGLang's padding.
     """
-    return state * width * (requests + 1)
+    return sizes.node * width * (requests + 1)
 
 
-def total_bytes(state: int, width: int, requests: int, slots_per_request: int) -> int:
-    """Everything that SGLang allocates for the states of ``requests`` running requests."""
-    return verify_bytes(state, width, requests) + state * (requests * slots_per_request + 1)
+def total_bytes(sizes: StateSizes, width: int, requests: int, slots_per_request: int) -> int:
+    """Everything that is allocated for the states of ``requests`` running requests."""
+    return verify_bytes(sizes, width, requests) + sizes.state * (requests * slots_per_request + 1)
 
 
-def requests_that_fit(free: int, state: int, width: int, slots_per_request: int) -> int:
+def requests_that_fit(free: int, sizes: StateSizes, width: int, slots_per_request: int) -> int:
     """How many requests can run together when ``free`` bytes are for states; 0 when none can."""
     # total_bytes is linear in requests.
-    fixed = state * (width + 1)
-    return max(0, (free - fixed) // (state * (width + slots_per_request)))
+    fixed = sizes.state + sizes.node * width
+    return max(0, (free - fixed) // (sizes.node * width + sizes.state * slots_per_request))
 
 
-def widest_that_fits(free: int, state: int, requests: int, slots_per_request: int) -> int:
+def widest_that_fits(free: int, sizes: StateSizes, requests: int, slots_per_request: int) -> int:
     """The largest verify width with which ``requests`` requests can run together; below 2 there is no tree."""
-    fixed = state * (requests * slots_per_request + 1)
-    return max(0, (free - fixed) // (state * (requests + 1)))
+    fixed = sizes.state * (requests * slots_per_request + 1)
+    return max(0, (free - fixed) // (sizes.node * (requests + 1)))
 
 
 def share_for_states(free: int, ratio: float = DEFAULT_RATIO) -> int:

@@ -8,6 +8,8 @@
 kernels: every Triton kernel against its reference on the CPU, bit for bit, on random trees of budgets 1 to 256.
 replay:  build, masks and walk captured in one CUDA graph and replayed on changing inputs; a call that waits for the
          host is an error.
+states:  the delta rule over trees (SGLANG_DDTREE_STATES=deltas) against its reference, with Qwen3.6-27B's heads; and
+         one layer's verify and commit from a CUDA graph, beside SGLang's kernels that store states if it is installed.
 attention: FlashInfer's tree variant against plain attention, replayed from a CUDA graph, and timed beside FlashInfer
          without a mask and with its own. Compiles five modules first. Needs FlashInfer 0.7.2 and nvcc.
 timing:  each kernel and the torch function it replaces, eager and from a CUDA graph, by CUDA events.
@@ -33,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = ("kernels", "replay", "attention", "timing", "serve")
+PARTS = ("kernels", "replay", "states", "attention", "timing", "serve")
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "drafters/smollm2-135m-dflash-b8"
 
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {
         "kernels": check_kernels,
         "replay": check_replay,
+        "states": check_states,
         "attention": check_attention,
         "timing": take_times,
         "serve": check_serve,
@@ -168,6 +171,17 @@ def check_replay(options: argparse.Namespace) -> Result:
     ]
     replays = sum(check_replays(size, device, options.replays) for size in sizes)
     return {"status": "passed", "sizes": len(sizes), "replays": replays, "graphs": options.device == "cuda"}
+
+
+def check_states(options: argparse.Namespace) -> Result:
+    from sglang_ddtree.gpu import states
+
+    device = kernel_device(options)
+    net, batch_sizes, widths, layers = states.small_or_real(device)
+    cases = [(bs, width) for bs in batch_sizes for width in widths]
+    worst = max(states.check(net, bs, width, device, seed) for seed, (bs, width) in enumerate(cases))
+    rows = states.measure(net, device, batch_sizes, widths, layers, options.repeats)
+    return {"status": "passed", "compared": len(cases), "worst": worst, "rows": rows}
 
 
 def check_attention(options: argparse.Namespace) -> Result:

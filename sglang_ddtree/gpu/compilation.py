@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang_ddtree.state_memory import QWEN36_27B
 from sglang_ddtree.tree.kernels.build import build_constants, build_kernel
+from sglang_ddtree.tree.kernels.delta_rule import fold_constants, fold_kernel, verify_constants, verify_kernel
 from sglang_ddtree.tree.kernels.mask import bits_constants, bits_kernel, mask_constants, mask_kernel
 from sglang_ddtree.tree.kernels.walk import walk_constants, walk_kernel
 
@@ -32,20 +34,41 @@ _POINTERS = {
         )
     },
 }
+#: Those of the delta rule: a server's inputs are bfloat16, states and sums float32; a pool's strides may be long.
+_DELTA_RULE = {
+    **{name: "*bf16" for name in ("q", "k", "v", "a", "b")},
+    **{name: "*fp32" for name in ("a_log", "dt_bias", "out_key", "out_update", "out_decay", "key", "update", "decays")},
+    **{name: "*i32" for name in ("slots", "rows", "links", "out_parents")},
+    **{name: "*i64" for name in ("last", "track_slots", "track_last")},
+    **{name: "i64" for name in ("state_layer", "state_slot", "state_stride", "key_layer", "update_layer")},
+    **{"decay_layer": "i64", "scale": "fp32"},
+}
+#: Key heads, value heads and their sizes on one GPU: Qwen3.6-27B on one and on two.
+DELTA_SHAPES = tuple(
+    (QWEN36_27B.key_heads // gpus, QWEN36_27B.value_heads // gpus, QWEN36_27B.key_dim, QWEN36_27B.value_dim)
+    for gpus in (1, 2)
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with the constants that :mod:`sglang_ddtree.tree.kernels` launches it with."""
+    """One kernel with the constants that :mod:`sglang_ddtree.tree.kernels` launches it with.
+
+    Attributes:
+        out: the type of an argument of that name.
+        types: those of arguments that neither are in the table above nor int32.
+    """
 
     name: str
     kernel: Any
     constants: dict[str, int]
     num_warps: int
     out: str
+    types: dict[str, str] = field(default_factory=dict)
 
     def signature(self) -> dict[str, str]:
-        types = {"out": self.out, "size": "i64", **_POINTERS, **{name: "constexpr" for name in self.constants}}
+        types = {"out": self.out, "size": "i64", **(self.types or _POINTERS)}
+        types |= {name: "constexpr" for name in self.constants}
         return {name: types.get(name, "i32") for name in self.kernel.arg_names}
 
 
@@ -78,6 +101,20 @@ def variants(budgets: tuple[int, ...] = BUDGETS) -> Iterator[Variant]:
                 seen.add(key)
                 num_warps = constants.pop("num_warps")
                 yield Variant(name, kernel, constants, num_warps, out)
+
+
+def delta_variants() -> Iterator[Variant]:
+    """The delta rule's kernels, which know no budget: for both shapes and both types of states."""
+    for shape in DELTA_SHAPES:
+        for states in ("*fp32", "*bf16"):
+            types = {**_DELTA_RULE, "states": states}
+            for name, kernel, constants, out in (
+                ("delta rule, verify", verify_kernel, verify_constants(*shape, has_parents=True), "*bf16"),
+                ("delta rule, commit", fold_kernel, fold_constants(*shape, has_track=False), ""),
+                ("delta rule, commit and track", fold_kernel, fold_constants(*shape, has_track=True), ""),
+            ):
+                num_warps = constants.pop("num_warps")
+                yield Variant(f"{name}, {states[1:]} states", kernel, constants, num_warps, out, types)
 
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:

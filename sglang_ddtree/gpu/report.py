@@ -58,6 +58,7 @@ def markdown(found: dict[str, Any]) -> str:
     lines += ["| part | result | seconds | |", "|---|---|---|---|"]
     lines += [f"| {name} | {part['status']} | {part['seconds']} | {_detail(part)} |" for name, part in parts.items()]
     lines += _attention(parts.get("attention", {}).get("times", []))
+    lines += _states(parts.get("states", {}).get("rows", []))
     lines += _times(parts.get("timing", {}).get("rows", []))
     lines += _served(parts.get("serve", {}).get("rows", []))
     return "\n".join(lines) + "\n"
@@ -68,6 +69,8 @@ def _detail(part: dict[str, Any]) -> str:
         return part["reason"].replace("|", "/")
     if "trees" in part:
         return f"{part['trees']} random trees of {part['sizes']} sizes, bit for bit"
+    if "compared" in part:
+        return f"{part['compared']} batches, largest difference {part['worst']:.2g}; {len(part['rows'])} rows below"
     if "replayed" in part:
         cases = sum(row["cases"] for row in part["rows"])
         where = ", torch in place of the kernels" if part["stand_in"] else ""
@@ -92,6 +95,23 @@ def _attention(rows: list[dict[str, Any]]) -> list[str]:
             f"| {row['context']} | {row['bs']} | {row['budget']} | {times} | {row['over_unmasked']:.2f} "
             f"| {row['stock_over_tree']:.2f} | {row['tree_plan']:.0f} | {row['stock_plan']:.0f} |"
         )
+    return lines
+
+
+def _states(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "One Gated DeltaNet layer, median microseconds from a CUDA graph: verification, and the commit of the"]
+    lines += ["accepted node's state. *Deltas* are the project's kernels, *stored* SGLang's.", ""]
+    lines += ["| bs | width | deltas: verify | commit | both | stored: verify | commit | both | deltas / stored |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        forms = [(row[f"{form}_verify"], row[f"{form}_commit"]) for form in ("deltas", "stored")]
+        sums = [None if None in times else sum(times) for times in forms]
+        cells = [value for times, both in zip(forms, sums, strict=True) for value in (*times, both)]
+        written = " | ".join("-" if value is None else f"{value:.1f}" for value in cells)
+        over = f"{sums[0] / sums[1]:.2f}" if sums[1] else "-"
+        lines.append(f"| {row['bs']} | {row['width']} | {written} | {over} |")
     return lines
 
 

@@ -7,12 +7,13 @@ import json
 import pytest
 import torch
 
-from sglang_ddtree.gpu import checks, replay
+from sglang_ddtree.gpu import checks, replay, states
 from sglang_ddtree.gpu.cases import Size
 from sglang_ddtree.tree import bits, build, mask, walk
 from sglang_ddtree.tree.kernels import build as build_kernels
 from sglang_ddtree.tree.kernels import mask as mask_kernels
 from sglang_ddtree.tree.kernels import walk as walk_kernels
+from sglang_ddtree.tree.kernels.delta_rule import fold_triton
 
 CPU = torch.device("cpu")
 
@@ -67,3 +68,51 @@ def test_kernel_parts_of_the_script(tmp_path):
     names = [row["what"] for row in parts["timing"]["rows"]]
     assert names == ["build", "mask", "bit rows", "walk", "build + mask + walk"]
     assert all(row["kernel_eager"] > 0 and row["torch_graph"] > 0 for row in parts["timing"]["rows"])
+
+
+def test_the_states_part_of_the_script(tmp_path):
+    arguments = ["--device", "cpu", "--parts", "states", "--repeats", "1", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 0
+    part = json.loads((tmp_path / "tried.json").read_text())["parts"]["states"]
+    assert part["status"] == "passed" and part["compared"] == 2 and part["worst"] < 1e-4
+    assert [(row["bs"], row["width"]) for row in part["rows"]] == [(1, 5), (2, 5)]
+    times = ("deltas_verify", "deltas_commit", "stored_verify", "stored_commit")
+    assert all(row[name] > 0 for row in part["rows"] for name in times)
+    page = (tmp_path / "tried.md").read_text()
+    assert "One Gated DeltaNet layer" in page and "no GPU result" in page
+
+
+def test_what_is_timed_computes_the_same():
+    """Both forms on the same step: outputs, and states after the commit."""
+    found = []
+    for form in ("deltas", "stored"):
+        step = states.random_step(states.SMALL, 2, 3, 7, CPU)
+        if form == "deltas":
+            deltas = states.deltas_of(states.SMALL, step)
+            outputs = states.verify_deltas(step, deltas)
+            fold_triton(step.states, step.slots, step.last, None, None, deltas)
+        else:
+            nodes = torch.zeros(2, 3, 7, *step.states.shape[2:])
+            outputs = states.verify_stored(step, nodes)
+            states.commit_stored(step, nodes)
+        found.append((torch.stack(outputs).float(), step.states))
+    (outputs, committed), (stored_outputs, stored) = found
+    torch.testing.assert_close(outputs, stored_outputs, rtol=2**-6, atol=1e-4)
+    torch.testing.assert_close(committed, stored, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(committed, states.random_step(states.SMALL, 2, 3, 7, CPU).states)
+
+
+@pytest.mark.parametrize("part", ["verify", "fold"])
+def test_a_wrong_kernel_fails_the_states_part(tmp_path, monkeypatch, part):
+    if part == "verify":
+        right = states.verify_triton
+        monkeypatch.setattr(states, "verify_triton", lambda *args: right(*args).mul_(1.02))
+    else:
+        right = states.fold_triton
+        monkeypatch.setattr(
+            states, "fold_triton", lambda s, to, last, *rest: right(s, to, (last - 1).clamp(min=0), *rest)
+        )
+    arguments = ["--device", "cpu", "--parts", "states", "--repeats", "1", "--out", str(tmp_path), "--name", "tried"]
+    assert checks.main(arguments) == 1
+    reason = json.loads((tmp_path / "tried.json").read_text())["parts"]["states"]["reason"]
+    assert ("outputs differ" if part == "verify" else "committed states differ") in reason

@@ -17,9 +17,10 @@ def test_a_hook_of_two_groups_is_registered_once(monkeypatch):
     seen = []
     monkeypatch.setattr(hooks, "is_applied", lambda patch: False)
     monkeypatch.setattr(HookRegistry, "register", lambda target, function, kind: seen.append((target, function)))
-    hooks.register(hooks.COMMAND_LINE, hooks.ENGINE, hooks.CPU)
+    hooks.register(hooks.COMMAND_LINE, hooks.ENGINE, hooks.STATES, hooks.CPU)
     assert len(seen) == len(set(seen))
-    assert {target for target, _ in seen} == {h.target for h in (*hooks.COMMAND_LINE, *hooks.ENGINE, *hooks.CPU)}
+    every = (*hooks.COMMAND_LINE, *hooks.ENGINE, *hooks.STATES, *hooks.CPU)
+    assert {target for target, _ in seen} == {h.target for h in every}
     shared = {h.target for h in hooks.ENGINE} & {h.target for h in hooks.CPU}
     assert shared
 
@@ -80,8 +81,10 @@ def test_a_scheduler_process_answers(monkeypatch):
     """Half a minute: it imports SGLang in a process of its own."""
     monkeypatch.setenv("SGLANG_PLATFORM", "ddtree_cpu")
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.setenv("SGLANG_DDTREE_STATES", "deltas")
     answer = hook_probe.ask_scheduler()
-    every = {(hook.target, hook.function) for hook in (*hooks.COMMAND_LINE, *hooks.ENGINE, *hooks.CPU)}
+    groups = (hooks.COMMAND_LINE, hooks.ENGINE, hooks.STATES, hooks.CPU)
+    every = {(hook.target, hook.function) for group in groups for hook in group}
     assert answer.missing == [] and answer.applied + answer.unneeded == len(every)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -310,3 +311,34 @@ def test_the_command(capsys):
         with pytest.raises(SystemExit):
             main(["memory", *bad])
         assert "must be" in capsys.readouterr().err
+
+
+def test_the_states_of_a_target(tmp_path, capsys):
+    """The sums of ``state_memory`` for what the target's config says, in both forms."""
+    text = {
+        "num_hidden_layers": 4,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    asked = ["memory", "--requests", "16", "--budget", "32", "--target", str(tmp_path)]
+    assert main(asked) == 0
+    # Three layers of 48 x 128 x 128 x 4 + 10240 x 3 x 2 bytes; 8240 x 4 + 10240 x 3 x 2 bytes and a parent.
+    page = capsys.readouterr().out
+    assert "| one node of the verify pass | 9.18 MiB | 277 KiB |" in page
+    assert "| nodes: (16 + 1) x 33 | 5.03 GiB | 152 MiB |" in page
+    assert main([*asked, "--tp-size", "2", "--mamba-ssm-dtype", "bfloat16"]) == 0
+    assert "| one node of the verify pass | 2.34 MiB | 138 KiB |" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
+    for refused, reason in (
+        (asked, "is not a Gated DeltaNet target: its config.json has no full_attention_interval"),
+        ([*asked[:-1], str(tmp_path / "nowhere")], "nowhere"),
+        ([*asked, "--tp-size", "0"], "must be at least 1"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(refused)
+        assert stopped.value.code == 2 and reason in capsys.readouterr().err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from state_pools import allocated, make_pool, pool_params
 
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.state_check import report
 from sglang_ddtree.state_memory import (
     GIB,
     DeltaNet,
+    StateSizes,
     requests_that_fit,
     share_for_states,
     total_bytes,
@@ -26,43 +28,25 @@ CONFIG = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-
-
-def allocated(state_dtype: torch.dtype, width: int, requests: int, slots: int, tp_size: int) -> int:
-    """Bytes of the pool that SGLang makes for a tree."""
-    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-    from sglang.srt.mem_cache.memory_pool import MambaPool
-
-    shape = Mamba2StateShape.create(
-        tp_world_size=tp_size, intermediate_size=32, n_groups=2, num_heads=4, head_dim=8, state_size=16, conv_kernel=4
-    )
-    layers = [0, 1, 2, 4, 5, 6]
-    params = Mamba2CacheParams(
-        shape=shape, layers=layers, dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=state_dtype)
-    )
-    pool = MambaPool(
-        size=slots,
-        spec_state_size=requests,
-        cache_params=params,
-        mamba_layer_ids=layers,
-        device="cpu",
-        speculative_num_draft_tokens=width,
-        speculative_eagle_topk=8,
-    )
-    cache = pool.mamba_cache
-    tensors = [cache.temporal, cache.intermediate_ssm, *cache.conv, *cache.intermediate_conv_window]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+TENTH, WHOLE = StateSizes.stored(GIB // 10), StateSizes.stored(GIB)
+#: As TENTH, without a state per node.
+LEAN = StateSizes(GIB // 10, GIB // 300)
 
 
 @pytest.mark.parametrize("width", [2, 17])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_sums_are_what_sglang_allocates(width, state_dtype, tp_size):
-    state = DeltaNet.of_config(CONFIG, state_dtype).bytes(tp_size)
+@pytest.mark.parametrize("deltas", [False, True])
+def test_the_sums_are_what_is_allocated(width, state_dtype, tp_size, deltas):
+    sizes = DeltaNet.of_config(CONFIG, state_dtype).sizes(tp_size, deltas=deltas)
     requests, slots = 5, 3
-    assert total_bytes(state, width, requests, slots) == allocated(
-        getattr(torch, state_dtype), width, requests, requests * slots, tp_size
+    pool = make_pool(
+        pool_params(getattr(torch, state_dtype), tp_size), requests, requests * slots, width, deltas=deltas
     )
+    assert total_bytes(sizes, width, requests, slots) == allocated(pool)
+    # What SGLang says of itself is as much.
+    assert pool.mem_usage == pytest.approx(allocated(pool) / GIB)
+    assert pool.get_kv_size_bytes() == allocated(pool)
 
 
 def test_the_dtype_is_the_flag_then_the_config_then_float32():
@@ -77,17 +61,18 @@ def test_the_interval_says_how_many_layers_where_no_list_does():
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5])
-@pytest.mark.parametrize("state", [1000, 154 << 20])
-def test_what_fits_is_the_most_that_fits(slots, state):
+@pytest.mark.parametrize(("state", "node"), [(1000, 1000), (154 << 20, 154 << 20), (154 << 20, 4 << 20)])
+def test_what_fits_is_the_most_that_fits(slots, state, node):
+    sizes = StateSizes(state, node)
     for free in (0, state * 40, state * 333 + 7):
         for width in (2, 9, 33):
-            requests = requests_that_fit(free, state, width, slots)
-            assert requests == 0 or total_bytes(state, width, requests, slots) <= free
-            assert total_bytes(state, width, requests + 1, slots) > free
+            requests = requests_that_fit(free, sizes, width, slots)
+            assert requests == 0 or total_bytes(sizes, width, requests, slots) <= free
+            assert total_bytes(sizes, width, requests + 1, slots) > free
         for requests in (1, 4):
-            width = widest_that_fits(free, state, requests, slots)
-            assert width == 0 or total_bytes(state, width, requests, slots) <= free
-            assert total_bytes(state, width + 1, requests, slots) > free
+            width = widest_that_fits(free, sizes, requests, slots)
+            assert width == 0 or total_bytes(sizes, width, requests, slots) <= free
+            assert total_bytes(sizes, width + 1, requests, slots) > free
 
 
 def test_sglang_divides_memory_by_its_ratio():
@@ -96,27 +81,52 @@ def test_sglang_divides_memory_by_its_ratio():
 
 def test_sizes_are_logged(caplog):
     with caplog.at_level("INFO"):
-        report(state=GIB // 10, width=9, wanted=4, slots=3, free=20 * GIB, is_fixed=False)
+        report(TENTH, width=9, wanted=4, slots=3, free=20 * GIB, is_fixed=False)
     assert "width 9 x 102.4 MiB x (4 + 1) requests = 4.50 GiB" in caplog.text
-    assert verify_bytes(GIB // 10, 9, 4) / GIB == pytest.approx(4.5, abs=0.01)
+    assert verify_bytes(TENTH, 9, 4) / GIB == pytest.approx(4.5, abs=0.01)
     assert "leave room" not in caplog.text
 
 
 def test_fewer_requests_are_a_warning_with_the_budget_that_has_room_for_all(caplog):
-    report(state=GIB // 10, width=33, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
-    widest = widest_that_fits(20 * GIB, GIB // 10, 16, 3)
+    report(TENTH, width=33, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
+    widest = widest_that_fits(20 * GIB, TENTH, 16, 3)
     assert 2 <= widest < 33
     assert f"room for 4 of 16 running requests; all fit with --speculative-ddtree-budget {widest - 1}" in caplog.text
-    report(state=GIB, width=5, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
+    report(WHOLE, width=5, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
     assert "room for 1 of 16 running requests; no budget makes room" in caplog.text
 
 
 def test_what_does_not_fit_is_refused_with_the_largest_budget_that_does():
-    widest = widest_that_fits(20 * GIB, GIB // 10, 1, 3)
+    widest = widest_that_fits(20 * GIB, TENTH, 1, 3)
     with pytest.raises(DDTreeError, match=f"states of 1 request at verify width 200 .*budget {widest - 1}"):
-        report(state=GIB // 10, width=200, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
+        report(TENTH, width=200, wanted=16, slots=3, free=20 * GIB, is_fixed=False)
     # A number of requests that was asked for is not reduced.
     with pytest.raises(DDTreeError, match=r"16 requests at .*budget 8, or --max-running-requests 4, or a higher"):
-        report(state=GIB // 10, width=33, wanted=16, slots=1, free=18 * GIB, is_fixed=True)
+        report(TENTH, width=33, wanted=16, slots=1, free=18 * GIB, is_fixed=True)
     with pytest.raises(DDTreeError, match="use a higher --mem-fraction-static"):
-        report(state=GIB, width=17, wanted=1, slots=1, free=2 * GIB, is_fixed=True)
+        report(WHOLE, width=17, wanted=1, slots=1, free=2 * GIB, is_fixed=True)
+
+
+def test_both_forms_are_named(caplog):
+    with caplog.at_level("INFO"):
+        report(TENTH, width=9, wanted=4, slots=3, free=20 * GIB, is_fixed=False, other=LEAN)
+        report(LEAN, width=9, wanted=4, slots=3, free=20 * GIB, is_fixed=False, other=TENTH)
+    first, second = caplog.messages
+    assert "DDTREE: states of the verify pass" in first and "deltas instead of states of the verify pass" in second
+    assert "5.80 GiB of 20.00 GiB (with SGLANG_DDTREE_STATES=deltas it would be 1.45 GiB)" in first
+    assert "1.45 GiB of 20.00 GiB (with SGLANG_DDTREE_STATES=stored it would be 5.80 GiB)" in second
+
+
+def test_where_stored_states_do_not_fit_deltas_are_offered(caplog):
+    report(TENTH, width=33, wanted=16, slots=3, free=20 * GIB, is_fixed=False, other=LEAN)
+    assert "room for 4 of 16 running requests; all fit with" in caplog.text
+    assert f"SGLANG_DDTREE_STATES=deltas has room for {requests_that_fit(20 * GIB, LEAN, 33, 3)}" in caplog.text
+    with pytest.raises(DDTreeError, match="budget 8, or --max-running-requests 4, or SGLANG_DDTREE_STATES=deltas, or"):
+        report(TENTH, width=33, wanted=16, slots=1, free=18 * GIB, is_fixed=True, other=LEAN)
+    # Not where they would not fit either, and not the other way round.
+    with pytest.raises(DDTreeError) as refused:
+        report(TENTH, width=33, wanted=16, slots=1, free=GIB, is_fixed=True, other=LEAN)
+    assert "deltas" not in str(refused.value)
+    with pytest.raises(DDTreeError) as refused:
+        report(LEAN, width=33, wanted=16, slots=1, free=GIB, is_fixed=True, other=TENTH)
+    assert "STATES" not in str(refused.value)

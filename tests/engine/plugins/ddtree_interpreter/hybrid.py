@@ -109,7 +109,9 @@ def scatter_states(
         if to is not None:
             rows = [x.to(torch.int32).contiguous() for x in (to, which)]
             rows.append(torch.arange(len(rows[1]), dtype=torch.int32))
-            _scatter_recurrent(caches.temporal, caches.intermediate_ssm, rows)
+            # SGLang skips states where there are none, as with deltas.
+            if caches.temporal.numel():
+                _scatter_recurrent(caches.temporal, caches.intermediate_ssm, rows)
             for conv, windows in zip(caches.conv, caches.intermediate_conv_window, strict=True):
                 _scatter_windows(conv, windows, rows)
 

@@ -9,7 +9,7 @@ import torch
 
 from ddtree_recorder import directory
 
-COMMIT_LENGTH, FLAT_CONVOLUTION = "commit length", "flat convolution"
+COMMIT_LENGTH, FLAT_CONVOLUTION, SHORT_FOLD = "commit length", "flat convolution", "short fold"
 
 
 def register() -> None:
@@ -18,6 +18,7 @@ def register() -> None:
     for target, function in (
         ("sglang.srt.speculative.spec_utils._verify_commit_step_indices", commit_length),
         ("sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update", flat_convolution),
+        ("sglang_ddtree.state_deltas.fold_triton", short_fold),
     ):
         HookRegistry.register(target, function, HookType.AROUND)
 
@@ -43,3 +44,11 @@ def flat_convolution(original: Callable[..., Any], x: torch.Tensor, states: torc
     original(x, states.clone(), *args, **kwargs)
     links = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
     return original(x, states, *args, **{name: value for name, value in kwargs.items() if name not in links})
+
+
+def short_fold(original: Callable[..., None], states: Any, slots: Any, last: torch.Tensor, *rest: Any) -> None:
+    """The state of the accepted node's parent."""
+    if in_force() == SHORT_FOLD:
+        parents = rest[-1].parents
+        last = parents[torch.arange(len(last)), last]
+    original(states, slots, last, *rest)
