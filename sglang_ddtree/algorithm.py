@@ -19,8 +19,9 @@ from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.linear_attention import check_kernels
 from sglang_ddtree.plugin import ACTIVE_ENV
-from sglang_ddtree.target import check_target
+from sglang_ddtree.target import check_target, text_config
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -102,6 +103,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         cpu = server_args.device == "cpu"
         target = read_config(resolve_model_dir(server_args.model_path, server_args.revision))
         check_target(target, cpu)
+        check_kernels(server_args, text_config(target))
         default = settings.DEFAULT_BUDGET_CPU if cpu else settings.DEFAULT_BUDGET
         config = settings.DDTreeConfig(
             budget=settings.resolve_budget(server_args.speculative_num_draft_tokens, default),

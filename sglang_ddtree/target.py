@@ -22,10 +22,11 @@ def check_target(config: dict[str, Any], cpu: bool) -> None:
 
     Raises:
         DDTreeError: MLA attention (SGLang's MLA backends ignore tree masks), sliding-window layers on a GPU (there
-            SGLang cuts the window by row instead of by depth; the CPU backend cuts it by depth), or short convolutions
-            (a node would see the nodes before it in flat order, not its ancestors).
+            SGLang cuts the window by row instead of by depth; the CPU backend cuts it by depth), short convolutions
+            (a node would see the nodes before it in flat order, not its ancestors), or layers that SGLang verifies as a
+            chain only (lightning attention, Qwen's compressed sparse attention).
     """
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_config(config)
     if text.get("kv_lora_rank"):
         raise DDTreeError(
             "DDTREE does not support targets with MLA attention (SGLang's MLA backends ignore tree masks): "
@@ -41,8 +42,18 @@ def check_target(config: dict[str, Any], cpu: bool) -> None:
             "DDTREE does not support targets with short convolutions (SGLang verifies those as a chain): "
             "use --speculative-algorithm DFLASH."
         )
+    if chain_only := _chain_only(text):
+        raise DDTreeError(
+            f"DDTREE does not support targets with {chain_only} (SGLang verifies those as a chain): "
+            "use --speculative-algorithm DFLASH."
+        )
     if is_hybrid(text) and _model_type(text) not in _VERIFIED_HYBRIDS:
         logger.warning("DDTREE on this hybrid (linear-attention) target is not verified yet; compare its answers.")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with its text part on top, which holds what is asked here."""
+    return {**config, **(config.get("text_config") or {})}
 
 
 def has_sliding_window(text: dict[str, Any]) -> bool:
@@ -56,6 +67,15 @@ def has_sliding_window(text: dict[str, Any]) -> bool:
 def has_short_convolution(text: dict[str, Any]) -> bool:
     kinds = text.get("layer_types") or ()
     return "conv" in kinds or "short_conv" in kinds or _model_type(text).startswith(_SHORT_CONVOLUTION)
+
+
+def _chain_only(text: dict[str, Any]) -> str | None:
+    """Layers whose backends refuse a tree, but only after the weights are loaded and without naming a way out."""
+    if any("lightning" in str(kind) for kind in text.get("mixer_types") or ()):
+        return "lightning attention"
+    if text.get("indexer_n_heads") and text.get("indexer_compress_ratio"):
+        return "compressed sparse attention"
+    return None
 
 
 def is_hybrid(text: dict[str, Any]) -> bool:

@@ -28,6 +28,11 @@ FALCON_H1 = {"model_type": "falcon_h1", "mamba_d_state": 256}
 LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 LFM2_VL = {"model_type": "lfm2_vl", "text_config": {"model_type": "lfm2", "layer_types": ["short_conv"]}}
 ZAYA = {"model_type": "zaya"}
+MINICPM_SALA = {"model_type": "minicpm_sala", "mixer_types": ["lightning-attn", "minicpm4"]}
+QWEN4_QSA = {
+    "model_type": "qwen4_exp",
+    "text_config": {"full_attention_interval": 4, "indexer_n_heads": 4, "indexer_compress_ratio": 4},
+}
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512}
 
 
@@ -53,6 +58,14 @@ def test_mla_is_refused(cpu):
 @pytest.mark.parametrize("config", [LFM2, LFM2_VL, ZAYA])
 def test_short_convolutions_are_refused(config):
     with pytest.raises(DDTreeError, match="short convolutions"):
+        check_target(config, cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"), [(MINICPM_SALA, "lightning attention"), (QWEN4_QSA, "compressed sparse attention")]
+)
+def test_what_sglang_verifies_as_a_chain_is_refused(config, what):
+    with pytest.raises(DDTreeError, match=f"{what}.*use --speculative-algorithm DFLASH"):
         check_target(config, cpu=False)
 
 
