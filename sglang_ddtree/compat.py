@@ -332,8 +332,9 @@ CONTRACT: tuple[Name, ...] = (
     Name(
         "sglang.srt.mem_cache.memory_pool:MambaPool.SpeculativeState",
         "state_deltas.py",
-        passes="temporal intermediate_ssm intermediate_conv_window",
+        passes="intermediate_ssm intermediate_conv_window",
     ),
+    Name("sglang.srt.mem_cache.memory_pool:MambaPool.State", "state_deltas.py", passes="conv temporal"),
     Name("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE", "state_deltas.py"),
     Name("sglang.srt.layers.attention.linear.utils:pp_spec_stable_rows_enabled", "algorithm.py", signature=""),
     Name(
