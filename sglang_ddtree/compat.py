@@ -579,6 +579,15 @@ CONTRACT: tuple[Name, ...] = (
 )
 
 
+#: Names that scripts for measuring use, and no server: a server starts without them.
+TOOLS: tuple[Name, ...] = (
+    Name(
+        _KERNELS + ".uno_tree:_build_tree_kernel",
+        "gpu/uno.py",
+    ),
+)
+
+
 def problems() -> list[str]:
     """Why DDTREE cannot run with the installed SGLang, from its version alone; cheap enough for every process."""
     try:

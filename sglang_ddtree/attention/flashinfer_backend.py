@@ -5,7 +5,8 @@ Everything else is SGLang's: prefill, the page tables, the graphs. What differs 
 - the wrappers, eager and captured, are ``flashinfer_tree.TreeWrapper``; all read one buffer of bit rows, at an address
   that graphs can keep;
 - the worker writes the bits there once a step, before the pass (``verify.py``; ``verify_mask`` says where to);
-- the plan under CUDA graphs is SGLang's own ``fast_prefill_plan``, which reads nothing back;
+- the plan under CUDA graphs is SGLang's own ``fast_prefill_plan``, and without graphs FlashInfer's with lengths from
+  the host, so that neither reads anything back;
 - the index buffer holds what a batch can have, ``max_bs * (context + Q)``, and there is no mask buffer.
 """
 
@@ -152,6 +153,9 @@ class TreeFlashInferBackend(stock.FlashInferAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._require_bits(forward_batch)
+        if forward_batch.forward_mode.is_target_verify() and forward_batch.seq_lens_cpu is not None:
+            for wrapper in self.prefill_wrappers_verify:
+                wrapper.know_lengths(forward_batch.seq_lens_cpu + self.width, self.width)
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

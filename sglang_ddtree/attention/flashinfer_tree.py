@@ -94,6 +94,18 @@ def planned_window(window: int, width: int) -> int:
     return window + width
 
 
+def host_layout(kv_lens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row and page index pointers, int32 ``[bs + 1]``, and last page lengths, int32 ``[bs]``, for pages of one token.
+
+    On the host, where FlashInfer's ``plan`` needs them; it copies them to the device without waiting.
+    """
+    bs = kv_lens.numel()
+    rows = torch.arange(0, (bs + 1) * width, width, dtype=torch.int32)
+    starts = torch.zeros(bs + 1, dtype=torch.int32)
+    starts[1:] = torch.cumsum(kv_lens, 0)
+    return rows, starts, torch.ones(bs, dtype=torch.int32)
+
+
 class OnePlanAtATime:
     """A FlashInfer module whose ``plan`` waits until its previous plan is on the device.
 
@@ -151,10 +163,22 @@ def tree_wrapper_class() -> type:
             self._jit_module = OnePlanAtATime(module)
             self.tree_bits = tree_bits
             self.variant = variant
+            self._known: tuple[torch.Tensor, int] | None = None
+
+        def know_lengths(self, kv_lens: torch.Tensor, width: int) -> None:
+            """Lengths of the next plan's requests, integers ``[bs]`` on the host, and ``width`` rows for each.
+
+            With them that plan reads nothing back from the device, where FlashInfer would wait three times.
+            """
+            self._known = kv_lens, width
 
         def begin_forward(self, *args: Any, custom_mask: torch.Tensor | None = None, **kwargs: Any) -> None:
             if custom_mask is not None:
                 raise ValueError("this wrapper's mask is its tree bits; a custom_mask would be ignored")
+            known, self._known = self._known, None
+            if known is not None:
+                rows, starts, last_page_len = host_layout(*known)
+                args = (rows, starts, args[2], last_page_len, *args[4:])
             self.plan(*args, **kwargs)
 
         def forward(

@@ -1,6 +1,6 @@
 """Check DDTREE on a GPU: kernels, CUDA graphs, time, and a served model.
 
-    python scripts/gpu_check.py                          # everything; serve starts nine servers
+    python scripts/gpu_check.py                          # everything; serve starts ten servers
     python scripts/gpu_check.py --minutes 10             # and starts nothing new after ten minutes
     python scripts/gpu_check.py --parts kernels replay   # needs torch and Triton only, no network
     python scripts/gpu_check.py --parts serve --model DIR --drafter DIR
@@ -8,14 +8,18 @@
 kernels: every Triton kernel against its reference on the CPU, bit for bit, on random trees of budgets 1 to 256.
 replay:  build, masks and walk captured in one CUDA graph and replayed on changing inputs; a call that waits for the
          host is an error.
+fold:    head, top-K and tree captured as the draft graph has them, all batch sizes over one piece of memory, against
+         the same functions called in a step; and the time of both. Needs SGLang.
 states:  the delta rule over trees (SGLANG_DDTREE_STATES=deltas) against its reference, with Qwen3.6-27B's heads; and
          one layer's verify and commit from a CUDA graph, beside SGLang's kernels that store states if it is installed.
 attention: FlashInfer's tree variant against plain attention, replayed from a CUDA graph, and timed beside FlashInfer
          without a mask and with its own. Compiles five modules first. Needs FlashInfer 0.7.2 and nvcc.
-timing:  each kernel and the torch function it replaces, eager and from a CUDA graph, by CUDA events.
-serve:   DDTREE against plain decoding with the triton and flashinfer backends, eager and with CUDA graphs. In float32
-         the tokens must be the same; in bfloat16 they may part at near-ties only. Without --model this is the demo
-         model, which comes from PyPI. Needs SGLang and this package installed.
+timing:  each kernel and the torch function it replaces, eager and from a CUDA graph, by CUDA events; and, with SGLang,
+         the tree's kernel beside SGLang's own builder, UNO's, after a check that both build the same trees.
+serve:   DDTREE against plain decoding with the triton and flashinfer backends, eager and with CUDA graphs; FlashInfer
+         with the tree's bits against its stock mask; tokens per second of each. In float32 the tokens must be the same;
+         in bfloat16 they may part at near-ties only. Without --model this is the demo model, which comes from PyPI.
+         Needs SGLang and this package installed.
 
 Writes NAME.json and NAME.md into the output directory, anew after every part: what is done stays when the rest is cut
 off. A part that cannot run is named with its reason. Exit status 1 when a part fails, 2 when nothing can be checked.
@@ -35,7 +39,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = ("kernels", "replay", "states", "attention", "timing", "serve")
+PARTS = ("kernels", "replay", "fold", "states", "attention", "timing", "serve")
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTER = ROOT / "drafters/smollm2-135m-dflash-b8"
 
@@ -109,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {
         "kernels": check_kernels,
         "replay": check_replay,
+        "fold": check_fold,
         "states": check_states,
         "attention": check_attention,
         "timing": take_times,
@@ -173,6 +178,19 @@ def check_replay(options: argparse.Namespace) -> Result:
     return {"status": "passed", "sizes": len(sizes), "replays": replays, "graphs": options.device == "cuda"}
 
 
+def check_fold(options: argparse.Namespace) -> Result:
+    import torch
+
+    if importlib.util.find_spec("sglang") is None:
+        raise NotRun("SGLang is not installed")
+    from sglang_ddtree.gpu.fold import check_folds
+
+    device = torch.device(options.device)
+    rows = check_folds(device, options.batch_sizes, options.budgets, options.replays, options.repeats)
+    replays = sum(row["replays"] for row in rows)
+    return {"status": "passed", "rows": rows, "folded": replays, "graphs": options.device == "cuda"}
+
+
 def check_states(options: argparse.Namespace) -> Result:
     from sglang_ddtree.gpu import states
 
@@ -213,10 +231,15 @@ def check_attention(options: argparse.Namespace) -> Result:
 
 
 def take_times(options: argparse.Namespace) -> Result:
-    from sglang_ddtree.gpu.timing import measure
+    from sglang_ddtree.gpu import timing, uno
 
-    rows = measure(kernel_device(options), options.batch_sizes, options.budgets, repeats=options.repeats)
-    return {"status": "passed", "rows": rows}
+    device = kernel_device(options)
+    rows = timing.measure(device, options.batch_sizes, options.budgets, repeats=options.repeats)
+    beside: list[Result] = []
+    # UNO's module imports FlashInfer.
+    if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("flashinfer") is not None:
+        beside = uno.measure(device, options.batch_sizes, options.budgets, repeats=options.repeats)
+    return {"status": "passed", "rows": rows, "uno": beside}
 
 
 def check_serve(options: argparse.Namespace) -> Result:

@@ -57,9 +57,11 @@ def markdown(found: dict[str, Any]) -> str:
         lines += [f"{here['cpu']}; {versions}.", ""]
     lines += ["| part | result | seconds | |", "|---|---|---|---|"]
     lines += [f"| {name} | {part['status']} | {part['seconds']} | {_detail(part)} |" for name, part in parts.items()]
+    lines += _folds(parts.get("fold", {}).get("rows", []))
     lines += _attention(parts.get("attention", {}).get("times", []))
     lines += _states(parts.get("states", {}).get("rows", []))
     lines += _times(parts.get("timing", {}).get("rows", []))
+    lines += _uno(parts.get("timing", {}).get("uno", []))
     lines += _served(parts.get("serve", {}).get("rows", []))
     return "\n".join(lines) + "\n"
 
@@ -75,9 +77,36 @@ def _detail(part: dict[str, Any]) -> str:
         cases = sum(row["cases"] for row in part["rows"])
         where = ", torch in place of the kernels" if part["stand_in"] else ""
         return f"{cases} cases of {len(part['rows'])} variants, {part['replayed']} replays{where}"
+    if "folded" in part:
+        what = "replays" if part["graphs"] else "calls, no graphs"
+        return f"{part['folded']} {what}, the trees those of a step, bit for bit"
     if "replays" in part:
         return f"{part['replays']} {'replays' if part['graphs'] else 'calls, no graphs'}, {part['sizes']} sizes"
     return f"{len(part['rows'])} rows below"
+
+
+def _folds(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "Head, top-K and tree of a step, median microseconds: replayed from a CUDA graph, and called.", ""]
+    lines += ["| bs | budget | graph | eager |", "|---|---|---|---|"]
+    return lines + [f"| {row['bs']} | {row['budget']} | {row['graph']:.0f} | {row['eager']:.0f} |" for row in rows]
+
+
+def _uno(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        "",
+        "The tree's kernel beside SGLang's own builder, UNO's, which leaves the links to another kernel: median",
+    ]
+    lines += ["microseconds from a CUDA graph, on the same candidates; the trees are the same.", ""]
+    lines += ["| bs | budget | ours | UNO's | UNO's / ours |", "|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['bs']} | {row['budget']} | {row['ours']:.0f} | {row['uno']:.0f} | {row['uno_over_ours']:.2f} |"
+        )
+    return lines
 
 
 def _attention(rows: list[dict[str, Any]]) -> list[str]:
@@ -130,11 +159,15 @@ def _served(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     lines = ["", "*Gap*: plain decoding's best token over its second where the answers part, in log-probability.", ""]
-    lines += ["| setting | passed | identical | largest gap | acceptance |", "|---|---|---|---|---|"]
+    lines += ["| setting | passed | identical | largest gap | acceptance | tokens/s | x plain | x stock mask |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for row in rows:
         gap = max((part["gap"] for part in row["differences"] if part["gap"] is not None), default=None)
+        stock = row.get("beside_stock")
+        beside = f"{stock['speed']:.2f} ({stock['identical']} of {row['answers']} identical)" if stock else "-"
         lines.append(
             f"| {row['setting']} | {'yes' if row['passed'] else 'no'} | {row['identical']} of {row['answers']} "
-            f"| {'-' if gap is None else f'{gap:.3f}'} | {row['acceptance'] or 0:.2f} |"
+            f"| {'-' if gap is None else f'{gap:.3f}'} | {row['acceptance'] or 0:.2f} | {row['speed']:.1f} "
+            f"| {row['over_plain']:.2f} | {beside} |"
         )
     return lines

@@ -1,4 +1,6 @@
-"""A small model served with DDTREE and with plain decoding on the same attention backend: are the tokens the same?"""
+"""A small model served with DDTREE and with plain decoding on the same attention backend: are the tokens the same, and
+how many come in a second? FlashInfer verifies once by the tree's bits and once by its own mask.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_ddtree.attention.flashinfer_choice import ENV
 from sglang_ddtree.bench import lossless
 from sglang_ddtree.bench.lossless import Output, Question
 from sglang_ddtree.bench.server import Server, running
@@ -18,6 +21,8 @@ from sglang_ddtree.bench.server import Server, running
 #: not part at all; in bfloat16 sums of another order turn near-ties, and a wrong mask or position gives larger gaps.
 GAPS = {"float32": 0.0, "bfloat16": 0.5}
 
+CONCURRENCY = 4
+
 
 class OutOfTime(Exception):
     """No server is started any more."""
@@ -25,15 +30,21 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """One DDTREE server; plain decoding shares ``dtype`` and ``backend``."""
+    """One DDTREE server; plain decoding shares ``dtype`` and ``backend``.
+
+    Attributes:
+        mask: FlashInfer's, ``SGLANG_DDTREE_FLASHINFER``; empty with another backend.
+    """
 
     dtype: str
     backend: str
     graphs: bool
+    mask: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}, {self.backend}, {'CUDA graphs' if self.graphs else 'eager'}"
+        backend = f"{self.backend} ({self.mask} mask)" if self.mask else self.backend
+        return f"{self.dtype}, {backend}, {'CUDA graphs' if self.graphs else 'eager'}"
 
 
 @dataclass(frozen=True)
@@ -44,12 +55,22 @@ class Answer:
     gaps: list[float]
 
 
+@dataclass(frozen=True)
+class Served:
+    """What one server gave: answers in the order of the questions, and tokens per second when asked again."""
+
+    answers: list[Answer]
+    speed: float
+
+
 def settings(device: str) -> list[Setting]:
-    """FlashInfer computes no float32, and there are no CUDA graphs on a CPU."""
+    """FlashInfer computes no float32, and there are no CUDA graphs on a CPU. The stock mask comes before the variant,
+    which a server that is told to use it cannot start without."""
     if device == "cpu":
         return [Setting("float32", "torch_native", False)]
-    pairs = (("float32", "triton"), ("bfloat16", "triton"), ("bfloat16", "flashinfer"))
-    return [Setting(dtype, backend, graphs) for dtype, backend in pairs for graphs in (False, True)]
+    found = [Setting(dtype, "triton", graphs) for dtype in ("float32", "bfloat16") for graphs in (False, True)]
+    masks = (("stock", True), ("tree", False), ("tree", True))
+    return found + [Setting("bfloat16", "flashinfer", graphs, mask) for mask, graphs in masks]
 
 
 def flags(setting: Setting, model: Path, drafter: Path | None, budget: int) -> list[str]:
@@ -76,7 +97,8 @@ def check_served(
     say: Callable[[str], None],
     until: float,
 ) -> Iterator[dict[str, Any]]:
-    """One row per setting: how many answers are plain decoding's, where and how widely others part, acceptance.
+    """One row per setting: how many answers are plain decoding's, where and how widely others part, acceptance, tokens
+    per second, and the variant of FlashInfer beside its stock mask.
 
     Args:
         until: of the monotonic clock; no server starts after it.
@@ -86,39 +108,69 @@ def check_served(
         ServerError: a server did not start.
     """
     asked = lossless.questions(lossless.load_tokenizer(model), prompts)
-    plain: dict[tuple[str, str], list[Answer]] = {}
+
+    def run(setting: Setting, with_drafter: Path | None, name: str) -> Served:
+        if time.monotonic() > until:
+            raise OutOfTime
+        arguments = flags(setting, model, with_drafter, budget)
+        env = {ENV: setting.mask} if setting.mask and with_drafter else {}
+        return serve(arguments, env, asked, tokens, f"{name} {setting.name}", logs, say)
+
+    plain: dict[tuple[str, str], Served] = {}
+    done: dict[Setting, Served] = {}
     for setting in settings(device):
         key = setting.dtype, setting.backend
         if key not in plain:
-            plain[key] = answers(
-                flags(setting, model, None, budget), asked, tokens, f"AR {setting.name}", logs, say, until
-            )
-        got = answers(flags(setting, model, drafter, budget), asked, tokens, f"DDTREE {setting.name}", logs, say, until)
-        yield {"setting": setting.name, **judge(plain[key], got, GAPS[setting.dtype])}
+            plain[key] = run(replace(setting, mask=""), None, "AR")
+        got = done[setting] = run(setting, drafter, "DDTREE")
+        row = {
+            "setting": setting.name,
+            **judge(plain[key].answers, got.answers, GAPS[setting.dtype]),
+            "speed": got.speed,
+            "over_plain": got.speed / plain[key].speed,
+        }
+        stock = done.get(replace(setting, mask="stock"))
+        if setting.mask == "tree" and stock is not None:
+            beside = judge(stock.answers, got.answers, GAPS[setting.dtype])
+            row["beside_stock"] = {
+                "identical": beside["identical"],
+                "differences": beside["differences"],
+                "speed": got.speed / stock.speed,
+            }
+            row["passed"] = row["passed"] and beside["passed"]
+        yield row
 
 
-def answers(
+def serve(
     arguments: Sequence[str],
+    env: dict[str, str],
     asked: Sequence[Question],
     tokens: int,
     name: str,
     logs: Path,
     say: Callable[[str], None],
-    until: float,
-) -> list[Answer]:
-    """What one server says; it is stopped again.
+) -> Served:
+    """What one server says, and how fast it says it again; it is stopped in the end.
+
+    Args:
+        env: variables to add to the server's environment.
 
     Raises:
-        OutOfTime: it is past ``until``.
         ServerError: it did not start.
     """
-    if time.monotonic() > until:
-        raise OutOfTime
     log = logs / f"{re.sub('[^A-Za-z0-9]+', '-', name)}.log"
     say(f"{name}: starting, log {log}")
-    with running(arguments, log=log, timeout=900) as server, ThreadPoolExecutor(4) as pool:
+    with running(arguments, log=log, timeout=900, env=env) as server, ThreadPoolExecutor(CONCURRENCY) as pool:
         say(f"{name}: answers after {server.start_seconds:.0f} s")
-        return list(pool.map(lambda question: ask(server, question, tokens), asked))
+        answers = list(pool.map(lambda question: ask(server, question, tokens), asked))
+        return Served(answers, measure(server, asked, tokens))
+
+
+def measure(server: Server, asked: Sequence[Question], tokens: int) -> float:
+    """Tokens per second of all answers together, without log-probabilities; the prompts are in the prefix cache."""
+    begin = time.perf_counter()
+    outputs = lossless.generate_all(server, asked, tokens, CONCURRENCY)
+    return sum(len(output.ids) for output in outputs) / (time.perf_counter() - begin)
 
 
 def ask(server: Server, question: Question, tokens: int) -> Answer:

@@ -65,6 +65,7 @@ def test_kernel_parts_of_the_script(tmp_path):
     parts = json.loads((tmp_path / "tried.json").read_text())["parts"]
     assert parts["kernels"]["status"] == parts["timing"]["status"] == "passed"
     assert parts["kernels"]["trees"] == 16 * 9
+    assert parts["timing"]["uno"] == []  # a budget of 8 is below the depth; tests of their own for the others
     names = [row["what"] for row in parts["timing"]["rows"]]
     assert names == ["build", "mask", "bit rows", "walk", "build + mask + walk"]
     assert all(row["kernel_eager"] > 0 and row["torch_graph"] > 0 for row in parts["timing"]["rows"])

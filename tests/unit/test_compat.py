@@ -10,13 +10,14 @@ import pytest
 
 import sglang_ddtree
 from sglang_ddtree import compat
-from sglang_ddtree.compat import CONTRACT, Name, check_name
+from sglang_ddtree.compat import CONTRACT, TOOLS, Name, check_name
 from sglang_ddtree.errors import DDTreeError
 
 PACKAGE = Path(sglang_ddtree.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "compat.py")
-PATHS = {name.path.replace(":", ".") for name in CONTRACT}
-LISTED = PATHS | {f"{name.path.replace(':', '.')}.{word}" for name in CONTRACT for word in name.attributes.split()}
+NAMES = (*CONTRACT, *TOOLS)
+PATHS = {name.path.replace(":", ".") for name in NAMES}
+LISTED = PATHS | {f"{name.path.replace(':', '.')}.{word}" for name in NAMES for word in name.attributes.split()}
 DOTTED = re.compile(r"sglang(\.\w+)+")
 
 
@@ -63,7 +64,7 @@ def test_the_scan_sees_imports_and_hook_targets(tmp_path):
     assert not any(is_listed(name) for _, name in sglang_names(source))
 
 
-@pytest.mark.parametrize("name", CONTRACT, ids=lambda name: name.path)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_the_table_says_who_uses_a_name(name):
     last = name.path.rpartition(":")[2].split(".")[-1]
     if last == "forward":  # called through torch's Module.__call__
@@ -76,7 +77,7 @@ def test_the_table_says_who_uses_a_name(name):
 
 
 def test_no_name_twice():
-    assert len(PATHS) == len(CONTRACT)
+    assert len(PATHS) == len(NAMES)
 
 
 # Problems

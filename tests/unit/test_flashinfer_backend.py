@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_runner import install, make_runner
+from no_sync import Synchronised
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from stock_sglang import modules
 
@@ -217,6 +218,49 @@ def test_a_replay_plans_from_the_host(server, installed, monkeypatch):
     assert wrapper.begin_forward.func is installed.stock.fast_prefill_plan
     monkeypatch.setattr(type(wrapper), "plan", lambda *args, **kwargs: pytest.fail("plan() waits for the device"))
     server.replay([1, 2], [3, 4], 0)
+
+
+class OnDevice(torch.Tensor):
+    """What FlashInfer's ``plan`` would have to wait for: a tensor that it copies to the host."""
+
+    def to(self, *args, **options):
+        raise Synchronised("Tensor.to")
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_an_eager_pass_plans_from_the_host(server, monkeypatch, on_host):
+    """With lengths on the host, FlashInfer's own plan gets its index pointers from there, with the same values; without
+    them it reads the device's."""
+    (wrapper,) = server.backend.prefill_wrappers_verify
+    begin, plan, planned = type(wrapper).begin_forward, type(wrapper).plan, []
+
+    def on_device(self, rows, starts, pages, last, *args, **kwargs):
+        given = rows, starts, last
+        begin(
+            self,
+            *(each.as_subclass(OnDevice) for each in given[:2]),
+            pages,
+            last.as_subclass(OnDevice),
+            *args,
+            **kwargs,
+        )
+        assert all(torch.equal(*pair) for pair in zip(given, planned.pop(), strict=True))
+
+    def kept(self, rows, starts, pages, last, *args, **kwargs):
+        planned.append((rows, starts, last))
+        plan(self, rows, starts, pages, last, *args, **kwargs)
+
+    monkeypatch.setattr(type(wrapper), "begin_forward", on_device)
+    monkeypatch.setattr(type(wrapper), "plan", kept)
+    for seed, (rows, prefixes) in enumerate(STEPS):
+        tree, batch = server.step(rows, prefixes, seed)
+        if not on_host:
+            batch.seq_lens_cpu = None
+            with pytest.raises(Synchronised):
+                server.backend.init_forward_metadata(batch)
+            continue
+        server.backend.init_forward_metadata(batch)
+        server.check(tree, server.forward(len(prefixes), batch), rows, prefixes)
 
 
 def test_buffers(server):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,32 @@ def test_parts_that_run_on_a_cpu(tmp_path):
         assert parts[part]["status"] == "not run" and "TRITON_INTERPRET" in parts[part]["reason"]
     page = (tmp_path / "tried.md").read_text()
     assert "no GPU result" in page and "| replay | passed |" in page
+
+
+def test_the_fold_part_tries_itself_out_on_a_cpu(tmp_path):
+    arguments = ["--device", "cpu", "--parts", "fold", "--replays", "3", "--repeats", "1", "--name", "tried"]
+    arguments += ["--batch-sizes", "1", "5", "--budgets", "8", "100", "--out", str(tmp_path)]
+    assert checks.main(arguments) == 0
+    part = json.loads((tmp_path / "tried.json").read_text())["parts"]["fold"]
+    assert part["folded"] == 2 * 2 * 3 and not part["graphs"]
+    assert [(row["bs"], row["budget"]) for row in part["rows"]] == [(5, 8), (1, 8), (5, 100), (1, 100)]
+    assert "12 calls, no graphs, the trees those of a step" in (tmp_path / "tried.md").read_text()
+
+
+@pytest.mark.parametrize("field", ["tokens", "log_weights", "next_sibling"])
+def test_a_fold_that_differs_is_found(monkeypatch, field):
+    from sglang_ddtree import folding
+    from sglang_ddtree.gpu import fold
+
+    class Wrong(folding.TreeSampler):
+        def __call__(self, hidden, ids):
+            super().__call__(hidden, ids)
+            if len(ids) == 2 * 16:
+                getattr(self.trees, field)[1, 3] += 1
+
+    monkeypatch.setattr(folding, "TreeSampler", Wrong)
+    with pytest.raises(Mismatch, match=rf"budget 8, 2 requests, replay 1: {field} differs in 1 places"):
+        fold.check_folds(CPU, [1, 2], [8], 1, 1)
 
 
 def test_the_attention_part_tries_itself_out_on_a_cpu(tmp_path):
@@ -158,6 +185,7 @@ def test_no_part_starts_when_the_minutes_are_over(tmp_path):
 @pytest.mark.parametrize("passed", [True, False])
 def test_the_settings_before_the_end_of_serving_are_kept(tmp_path, monkeypatch, end, passed):
     row = {"setting": "s", "passed": passed, "identical": 8, "answers": 8, "acceptance": 2.0, "differences": []}
+    row |= {"speed": 9.0, "over_plain": 1.5}
 
     def served(*args, until, **kwargs):
         yield row
@@ -188,6 +216,7 @@ def test_no_server_starts_when_the_time_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(serve, "running", running)
     monkeypatch.setattr(serve, "ask", lambda *args: answer([1, 2, 3]))
+    monkeypatch.setattr(serve, "measure", lambda *args: 1.0)
     monkeypatch.setattr(serve.lossless, "load_tokenizer", lambda model: None)
     monkeypatch.setattr(serve.lossless, "questions", lambda tokenizer, count: ["?"] * count)
     options = {"device": "cuda", "budget": 8, "prompts": 2, "tokens": 3, "logs": tmp_path, "say": lambda text: None}
@@ -197,6 +226,50 @@ def test_no_server_starts_when_the_time_is_over(tmp_path, monkeypatch):
     with pytest.raises(serve.OutOfTime):
         next(rows)
     assert len(started) == 3
+
+
+@pytest.mark.parametrize("parts_at", [None, 2])
+def test_the_variant_is_compared_with_the_stock_mask(tmp_path, monkeypatch, parts_at):
+    """Every server with the mask that it is told to use; where the variant's answers part from the stock mask's without
+    a near-tie, it fails, though each may be near plain decoding's."""
+    started, gpu = [], serve.settings("cuda")
+
+    @contextlib.contextmanager
+    def running(arguments, *, env, **kwargs):
+        started.append(("DDTREE" in arguments, env.get("SGLANG_DDTREE_FLASHINFER")))
+        yield SimpleNamespace(start_seconds=1.0, which=started[-1])
+
+    def ask(server, question, tokens):
+        ids = [1, 2, 3, 4]
+        is_tree = server.which == (True, "tree")
+        if is_tree and parts_at is not None:
+            ids[parts_at] = 9
+        return answer(ids, gap=0.1 if server.which == (False, None) else 2.0)
+
+    monkeypatch.setattr(serve, "running", running)
+    monkeypatch.setattr(serve, "ask", ask)
+    monkeypatch.setattr(
+        serve, "measure", lambda server, *args: {"tree": 30.0, "stock": 20.0}.get(server.which[1], 10.0)
+    )
+    monkeypatch.setattr(serve.lossless, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(serve.lossless, "questions", lambda tokenizer, count: ["?"] * count)
+    monkeypatch.setattr(serve, "settings", lambda device: gpu[-3:])
+    options = {"device": "cuda", "budget": 8, "prompts": 2, "tokens": 3, "logs": tmp_path, "say": lambda text: None}
+    rows = list(serve.check_served(Path("m"), Path("d"), **options, until=math.inf))
+    assert started == [(False, None), (True, "stock"), (True, "tree"), (True, "tree")]
+    assert [row["over_plain"] for row in rows] == [2.0, 3.0, 3.0]
+    assert ["beside_stock" in row for row in rows] == [False, False, True]  # eager has no stock beside it
+    assert rows[2]["beside_stock"]["speed"] == 1.5
+    assert [row["passed"] for row in rows] == ([True] * 3 if parts_at is None else [True, True, False])
+    assert rows[2]["beside_stock"]["identical"] == (2 if parts_at is None else 0)
+
+
+def test_the_speed_of_a_server(monkeypatch):
+    outputs = [Output([1] * 30, {}, 0, 9), Output([1] * 10, {}, 0, 9)]
+    monkeypatch.setattr(serve.lossless, "generate_all", lambda server, asked, tokens, concurrency: outputs)
+    times = iter([5.0, 9.0])
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert serve.measure(None, [], 30) == 10.0
 
 
 @pytest.mark.parametrize("name", ["tokens", "mask", "full mask", "bit rows", "accepted", "bonus"])
@@ -249,6 +322,10 @@ def test_served_settings():
         (backend, graphs) for backend in ("triton", "flashinfer") for graphs in (False, True)
     }
     assert not any(setting.backend == "flashinfer" and setting.dtype == "float32" for setting in gpu)
+    masks = [(setting.mask, setting.graphs) for setting in gpu if setting.backend == "flashinfer"]
+    assert masks == [("stock", True), ("tree", False), ("tree", True)]
+    assert len(gpu) + len({(setting.dtype, setting.backend) for setting in gpu}) == 10  # servers, as the help says
+    assert not any(setting.mask for setting in gpu if setting.backend != "flashinfer")
     eager = serve.Setting("bfloat16", "triton", False)
     assert "--disable-cuda-graph" in serve.flags(eager, Path("m"), None, 8)
     assert "DDTREE" not in serve.flags(eager, Path("m"), None, 8)
@@ -261,16 +338,34 @@ def test_the_page_of_a_gpu(tmp_path):
     machine |= {"date": "2026-12-02 10:00 UTC", "commit": "abc", "versions": {"torch": "2"}}
     times = {"kernel_eager": 20.0, "kernel_graph": 9.0, "torch_eager": 900.0, "torch_graph": 100.0}
     served = {"setting": "s", "passed": True, "identical": 7, "answers": 8, "acceptance": 2.5}
+    served |= {"speed": 812.34, "over_plain": 1.514, "differences": [{"at": 3, "gap": 0.01}]}
+    beside = {**served, "setting": "t", "beside_stock": {"identical": 8, "differences": [], "speed": 1.25}}
+    uno = {"bs": 8, "budget": 64, "ours": 30.0, "uno": 90.0, "uno_over_ours": 3.0}
     found = {
         "command": "c",
         "machine": machine,
         "parts": {
-            "timing": {"status": "passed", "seconds": 1, "rows": [{"bs": 1, "budget": 16, "what": "build", **times}]},
-            "serve": {"status": "passed", "seconds": 1, "rows": [{**served, "differences": [{"at": 3, "gap": 0.01}]}]},
+            "fold": {
+                "status": "passed",
+                "seconds": 1,
+                "folded": 40,
+                "graphs": True,
+                "rows": [{"bs": 4, "budget": 16, "replays": 40, "graph": 55.0, "eager": 140.0}],
+            },
+            "timing": {
+                "status": "passed",
+                "seconds": 1,
+                "rows": [{"bs": 1, "budget": 16, "what": "build", **times}],
+                "uno": [uno],
+            },
+            "serve": {"status": "passed", "seconds": 1, "rows": [served, beside]},
         },
     }
     path = report.write(found, tmp_path, None)
     assert path.name == "gpu-some-gpu-2026-12-02.json" and json.loads(path.read_text()) == found
     page = path.with_suffix(".md").read_text()
     assert "| 1 | 16 | build | 20 | 9 | 900 | 100 |" in page
-    assert "| s | yes | 7 of 8 | 0.010 | 2.50 |" in page
+    assert "| s | yes | 7 of 8 | 0.010 | 2.50 | 812.3 | 1.51 | - |" in page
+    assert "| t | yes | 7 of 8 | 0.010 | 2.50 | 812.3 | 1.51 | 1.25 (8 of 8 identical) |" in page
+    assert "40 replays, the trees those of a step, bit for bit" in page and "| 4 | 16 | 55 | 140 |" in page
+    assert "| 8 | 64 | 30 | 90 | 3.00 |" in page
