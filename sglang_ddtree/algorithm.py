@@ -15,13 +15,13 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_ddtree import config as settings
 from sglang_ddtree import state_form
 from sglang_ddtree.attention import flashinfer_choice
-from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND
+from sglang_ddtree.cpu.plugin import ATTENTION_BACKEND, is_selected
 from sglang_ddtree.drafter.check import DrafterInfo, check_pair
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.linear_attention import check_kernels
 from sglang_ddtree.plugin import ACTIVE_ENV
-from sglang_ddtree.target import check_target, text_config
+from sglang_ddtree.target import check_target, is_hybrid, text_config
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -103,6 +103,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         cpu = server_args.device == "cpu"
         target = read_config(resolve_model_dir(server_args.model_path, server_args.revision))
         check_target(target, cpu)
+        if is_hybrid(text_config(target)) and is_selected():
+            raise DDTreeError(
+                "the CPU platform has no kernels for linear attention or state space layers: use a GPU, or a target "
+                "without such layers."
+            )
         check_kernels(server_args, text_config(target))
         default = settings.DEFAULT_BUDGET_CPU if cpu else settings.DEFAULT_BUDGET
         config = settings.DDTreeConfig(

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NoReturn
 
@@ -123,8 +124,15 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message on one line; SGLang's and transformers' may span several."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message on one line; SGLang's and transformers' may span several.
+
+    Some of SGLang's checks of its arguments are bare assertions: the line that failed then names the fields.
+    """
+    if message := " ".join(str(error).split()):
+        return message
+    frames = traceback.extract_tb(error.__traceback__)
+    failed = frames[-1].line if frames and isinstance(error, AssertionError) else None
+    return failed or type(error).__name__
 
 
 @contextlib.contextmanager

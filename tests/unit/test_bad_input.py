@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import DRAFTER, drafter_shapes, write_config, write_drafter, write_target
+from tiny_models import DRAFTER, HYBRID, drafter_shapes, write_config, write_drafter, write_target
 
 PREFIX = "sglang-ddtree: error: "
 CHILD = Path(__file__).with_name("serve_cases.py")
@@ -72,6 +72,19 @@ CASES = {
     "hidden states mode": Case("does not support hidden states", ["--return-hidden-states-mode", "last"]),
     "watermark": Case("does not support --enable-watermark", ["--enable-watermark"]),
     "ReplaySSM": Case("does not support ReplaySSM", ["--enable-linear-replayssm-spec"]),
+    "hybrid on the CPU platform": Case("no kernels for linear attention", ["--disable-radix-cache"], "hybrid"),
+    # SGLang's own, which are clear enough.
+    "states without a buffer, with overlap": Case(
+        "no_buffer do not support overlap schedule", ["--mamba-radix-cache-strategy", "no_buffer"], "hybrid"
+    ),
+    "states without a buffer, in pages": Case(
+        "no_buffer only supports page_size=1",
+        ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--page-size", "16"],
+        "hybrid",
+    ),
+    "tracked states of a target that has none": Case(
+        "needs mamba state", ["--mamba-radix-cache-strategy", "extra_buffer"]
+    ),
     "unknown flag": Case("unrecognized arguments: --no-such-flag", ["--no-such-flag"]),
     "bad overrides": Case("", ["--json-model-override-args", "{"]),
 }
@@ -84,6 +97,7 @@ def models(tmp_path_factory) -> Path:
     write_target(root / "wide_target", hidden_size=128, head_dim=32)
     write_target(root / "large_vocabulary", vocab_size=512)
     write_target(root / "shallow_target", num_hidden_layers=4)
+    write_target(root / "hybrid", **HYBRID)
     write_drafter(root / "good")
     (root / "no_config").mkdir()
     write_config(root / "no_weights", DRAFTER)

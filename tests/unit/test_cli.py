@@ -323,3 +323,14 @@ def test_flashinfers_version(monkeypatch, version, problem):
     monkeypatch.setattr(importlib.metadata, "version", installed)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch", "flashinfer_python[cu13]==0.7.2"])
     assert doctor.flashinfer_problem() == problem
+
+
+def test_a_bare_assertion_is_told_by_its_line():
+    page_size = 48
+    try:
+        assert page_size % 64 == 0
+    except AssertionError as error:
+        # pytest gives assertions a message of its own.
+        error.args = ()
+        assert cli.one_line(error) == "assert page_size % 64 == 0"
+    assert cli.one_line(AssertionError()) == "AssertionError" and cli.one_line(ValueError("a\n b")) == "a b"

@@ -30,6 +30,21 @@ TARGET: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": TARGET_LAYERS,
 }
+#: What makes a target of ``TARGET``'s sizes a Qwen3.5: two layers of linear attention for one of full attention.
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * (TARGET_LAYERS // 3),
+    "full_attention_interval": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "attn_output_gate": True,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 DRAFTER: dict[str, Any] = {
     **SIZES,
     "architectures": ["DFlashDraftModel"],
