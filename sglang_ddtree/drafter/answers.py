@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_ddtree.drafter.progress import Progress
 from sglang_ddtree.errors import DDTreeError
 
 #: Prompts answered in one batch.
@@ -73,18 +75,27 @@ def answer(
     Raises:
         DDTreeError: transformers cannot load the target.
     """
-    tokenizer, model = _load(target_dir, device, dtype)
-    # Of similar length together, so that little is padding.
-    encoded = sorted((_encode(tokenizer, prompt) for prompt in prompts), key=len)
-    progress(f"{len(prompts)} prompts, {max_tokens} tokens each, on {device}")
+    progress("loading the target")
+    tokenizer, model = load_target(target_dir, device, dtype)
+    # Of similar length together, so that little is padding; the longest first, so that memory runs out at once or not.
+    encoded = sorted((encode(tokenizer, prompt) for prompt in prompts), key=len, reverse=True)
+    what = f"the target answers {len(encoded)} prompts with up to {max_tokens} tokens each on {device}"
+    count = Progress(progress, what, len(encoded))
     answers = []
     for low in range(0, len(encoded), _TOGETHER):
-        answers += _answer_some(tokenizer, model, encoded[low : low + _TOGETHER], layers, max_tokens, device)
+        some = encoded[low : low + _TOGETHER]
+        answers += _answer_some(tokenizer, model, some, layers, max_tokens, device)
+        count.add(len(some))
     if not answers:
         raise DDTreeError("the target ends every answer at once: give other prompts.")
+    return answers, heads_of(model)
+
+
+def heads_of(model: Any) -> Heads:
+    """Embedding and LM head of a transformers model."""
     embed = model.get_input_embeddings().weight.detach().float()
     head = model.get_output_embeddings().weight.detach()
-    return answers, Heads(embed, embed if head is model.get_input_embeddings().weight else head.float())
+    return Heads(embed, embed if head is model.get_input_embeddings().weight else head.float())
 
 
 def _answer_some(
@@ -102,16 +113,27 @@ def _answer_some(
     answers = []
     for row, prompt in zip(out[:, width:].tolist(), encoded, strict=True):
         end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
-        tokens = torch.tensor(prompt + row[:end], device=device)
-        if end < 2:
-            continue  # Nothing was drafted.
-        states = model(input_ids=tokens[None], output_hidden_states=True, use_cache=False).hidden_states
-        # hidden_states[0] is the embedding; a layer's output comes one later.
-        answers.append(Answer(tokens, len(prompt), {layer: states[layer + 1][0].clone() for layer in layers}))
+        if end >= 2:  # Else nothing was drafted.
+            answers.append(with_states(model, prompt + row[:end], len(prompt), layers))
     return answers
 
 
-def _load(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def with_states(model: Any, tokens: list[int], prompt: int, layers: Collection[int]) -> Answer:
+    """An answer that is known, ``prompt`` tokens of ``tokens`` being the prompt's, with the states of one pass."""
+    ids = torch.tensor(tokens, device=model.device)
+    # Nearly every model can be told to leave out the logits, a fifth of the work here.
+    fewer = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    states = model(input_ids=ids[None], output_hidden_states=True, use_cache=False, **fewer).hidden_states
+    # hidden_states[0] is the embedding; a layer's output comes one later.
+    return Answer(ids, prompt, {layer: states[layer + 1][0].clone() for layer in layers})
+
+
+def load_target(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Tokenizer and model.
+
+    Raises:
+        DDTreeError: transformers cannot load them.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -125,7 +147,8 @@ def _load(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def _encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt, in the chat template where the tokenizer has one."""
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

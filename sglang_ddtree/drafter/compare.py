@@ -5,7 +5,7 @@ position by position. Accepted tokens are a coarse measure: a setting that moves
 few first choices. So two finer ones are tested:
 
 * the probability that the drafter gives to the target's token, averaged over the depths: what acceptance is made of;
-* its logarithm, each difference cut at +-0.1: many small differences of one sign, wherever they are.
+* its logarithm, each difference cut at +-0.5: many small differences of one sign, wherever they are.
 
 Positions of one answer are not independent, so a prompt is one sample: a paired t-test over the prompts' sums.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 #: Largest log-probability difference at one position and depth; beyond it a few hopeless tokens would decide.
-_CUT = 0.1
+_CUT = 0.5
 #: One measure finds an alternative better; the other one may not say the opposite with more than this t.
 _AGAINST = -2.0
 

@@ -11,6 +11,7 @@ import torch
 from sglang_ddtree.drafter.alternatives import Alternative
 from sglang_ddtree.drafter.answers import Answer, Heads
 from sglang_ddtree.drafter.compare import Comparison, Drafts, compare
+from sglang_ddtree.drafter.progress import Progress
 from sglang_ddtree.drafter.replica import Replica
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.training.model import block_embeddings
@@ -64,24 +65,30 @@ def try_all(
     """
     depths = min(_DEPTHS, replica.drafter.shape.block_size - 1)
     anchors = spread(answers, positions, depths)
-    given = draft(replica, answers, heads, anchors, depths)
+    by_setting: dict[str, list[Alternative]] = {}
+    for other in others:
+        by_setting.setdefault(other.setting, []).append(other)
+    few, shallow = [one[::_COARSE_STEP] for one in anchors], min(_COARSE_DEPTHS, depths)
+    coarse = shallow / depths / _COARSE_STEP  # of the cost of a whole one, which is nearly all in the head
+    cost = 1 + sum(_FINALISTS + (len(v) + 1) * coarse if len(v) > _MANY else len(v) for v in by_setting.values())
+    count = Progress(progress, f"trying other values of {', '.join(by_setting) or 'nothing'}", cost)
+
+    def drafted(where: Sequence[torch.Tensor], deep: int, other: Alternative | None = None) -> Drafts:
+        result = draft(replica, answers, heads, where, deep, other)
+        count.add(1 if where is anchors else coarse)
+        return result
+
+    given = drafted(anchors, depths)
     trials: list[Trial] = []
-    settings = dict.fromkeys(other.setting for other in others)
-    for setting in settings:
-        values = [other for other in others if other.setting == setting]
-        progress(f"trying {len(values)} other values of {setting}")
-        shares = len(values) * len(settings)
+    for values in by_setting.values():
+        shares = len(values) * len(by_setting)
         if len(values) > _MANY:
-            few = [one[::_COARSE_STEP] for one in anchors]
-            shallow = min(_COARSE_DEPTHS, depths)
-            base = draft(replica, answers, heads, few, shallow)
-            first = [
-                Trial(v, compare(base, draft(replica, answers, heads, few, shallow, v)), shares, True) for v in values
-            ]
+            base = drafted(few, shallow)
+            first = [Trial(v, compare(base, drafted(few, shallow, v)), shares, True) for v in values]
             first.sort(key=lambda trial: -trial.comparison.t_probability)
             values = [trial.alternative for trial in first[:_FINALISTS]]
             trials += first[_FINALISTS:]
-        trials += [Trial(v, compare(given, draft(replica, answers, heads, anchors, depths, v)), shares) for v in values]
+        trials += [Trial(v, compare(given, drafted(anchors, depths, v)), shares) for v in values]
     return sorted(trials, key=lambda trial: (trial.coarse, trial.comparison.p))
 
 

@@ -21,6 +21,7 @@ from sglang_ddtree.drafter.answers import Answer, Heads, answer, read_prompts
 from sglang_ddtree.drafter.check import read_target
 from sglang_ddtree.drafter.compare import paired_t, t_tail
 from sglang_ddtree.drafter.files import read_config
+from sglang_ddtree.drafter.progress import Progress
 from sglang_ddtree.drafter.replica import Replica, load_replica
 from sglang_ddtree.drafter.trials import ALPHA, Trial, try_all
 from sglang_ddtree.errors import DDTreeError
@@ -103,8 +104,7 @@ def verify(
         if replica.mask_embedding is not None:
             heads.blocks = heads.embed.clone()
             heads.blocks[shape.mask_token_id] = replica.mask_embedding.to(where)
-        progress(f"measuring {sum(len(one.tokens) - one.prompt - 1 for one in answers)} positions")
-        report = _measure(replica, answers, heads)
+        report = _measure(replica, answers, heads, progress)
         if alternatives:
             others += other_windows(replica, report.longest)
             report.trials = try_all(replica, answers, heads, others, positions, progress)
@@ -122,8 +122,10 @@ def _dtype(given: str, device: str | None) -> torch.dtype:
     return getattr(torch, given)
 
 
-def _measure(replica: Replica, answers: Sequence[Answer], heads: Heads) -> Report:
+def _measure(replica: Replica, answers: Sequence[Answer], heads: Heads, progress: Callable[[str], None]) -> Report:
     """The settings as they are, at every position and depth."""
+    drafted = [len(one.tokens) - one.prompt - 1 for one in answers]
+    count = Progress(progress, f"the drafter drafts at {sum(drafted)} positions", sum(drafted))
     drafter, depth = replica.drafter, replica.drafter.shape.block_size - 1
     right, valid = torch.zeros(depth), torch.zeros(depth)
     histogram = [0] * (depth + 1)
@@ -148,6 +150,7 @@ def _measure(replica: Replica, answers: Sequence[Answer], heads: Heads) -> Repor
         # Only positions after which a whole block is known, or the end of the answer would look like a miss.
         for run in hit[known.all(1)].long().cumprod(1).sum(1).tolist():
             histogram[run] += 1
+        count.add(drafted[number])
     with torch.device("cpu"):
         t, prompts = paired_t(torch.cat(gains), torch.cat(groups))
     return Report(
