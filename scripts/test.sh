@@ -32,7 +32,7 @@ if [ $# -eq 0 ]; then
   # Two files at a time, each on one thread; each has two servers, which take 6 GB together.
   if [ "$(nproc)" -ge 2 ] && [ "$(awk '/MemAvailable/ {print $2}' /proc/meminfo)" -ge 20000000 ]; then
     export OMP_NUM_THREADS=1 SGLANG_DDTREE_CPU_THREADS=1
-    set -- -n 2 --dist loadfile
+    set -- -n 2 --dist loadfile --durations 25
   fi
 fi
 if [ -n "$patched" ]; then
