@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +18,18 @@ from fold_pieces import (
     VOCAB,
     Memory,
     attention_backend,
+    draft_graph,
+    fresh_trees,
     head,
     replay_changing_batches,
     whole_step,
 )
+from peak_memory import Peak
+from sglang.kernels.ops.speculative.lilicorr import _topk_lse_torch
 from sglang.srt.models import dflash
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from sglang_ddtree import graph_memory
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.folding import TreeSampler
@@ -77,6 +83,55 @@ def test_the_sampler_writes_the_references_trees(
 def test_draft_graphs_of_all_sizes_replayed_on_other_batches(choice: SimpleNamespace) -> None:
     graphs = replay_changing_batches(Memory(), sampler, STEPS)
     assert [graph.kernels for graph in graphs] == [["build_kernel"]] * len(SIZES)
+
+
+@pytest.fixture
+def top_k_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's top-K takes its way for CUDA tensors."""
+    original = dflash.lilicorr_topk_lse
+
+    def as_cuda(*args: Any) -> Any:
+        with mock.patch.object(torch.Tensor, "is_cuda", True):
+            return original(*args)
+
+    monkeypatch.setattr(dflash, "lilicorr_topk_lse", as_cuda)
+
+
+def test_with_sglangs_top_k_kernels(
+    choice: SimpleNamespace, top_k_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a GPU launches behind the head's product."""
+    memory, lm_head = Memory(), head()
+    made = sampler(lm_head)
+    graph = Captured(draft_graph(memory, made, 2))
+    assert graph.kernels == ["_tiled_scan", "_tiled_select", "build_kernel"]
+    for seed in range(1, 4):
+        memory.write(2, seed)
+        graph.replay()
+        want = fresh_trees(memory, 2, lm_head)
+        for each in fields(DraftTree):
+            assert torch.equal(getattr(made.first(2), each.name), getattr(want, each.name)), f"{seed}: {each.name}"
+    # And they are the trees that torch's top-K gives, but for the rounding of the log-sum-exp.
+    monkeypatch.setattr(dflash, "lilicorr_topk_lse", _topk_lse_torch)
+    want = fresh_trees(memory, 2, lm_head)
+    assert torch.equal(made.first(2).tokens, want.tokens) and torch.equal(made.first(2).parents, want.parents)
+    torch.testing.assert_close(made.first(2).log_weights, want.log_weights)
+
+
+@pytest.mark.parametrize(("top_k", "copies"), [(4, 1), (3, 3)])
+def test_the_memory_of_the_logits(
+    choice: SimpleNamespace, top_k_kernels: None, monkeypatch: pytest.MonkeyPatch, top_k: int, copies: int
+) -> None:
+    """Most of what the fold holds at a time is the head's logits, as often as they are counted."""
+    monkeypatch.setattr(graph_memory, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    config, vocab = DDTreeConfig(budget=4, block_size=3, top_k=top_k), 9000
+    lm_head: Any = SimpleNamespace(weight=torch.randn(vocab + 64, HIDDEN), org_vocab_size=vocab)
+    counted = graph_memory.check_draft_graph(lm_head, config, [2], "cpu")
+    assert counted == copies * 2 * 2 * vocab * 4
+    made = TreeSampler(lm_head, config, 2, "cpu")
+    with Peak() as peak:
+        made(torch.randn(6, HIDDEN), torch.zeros(6, dtype=torch.int64))
+    assert counted <= peak.most <= 1.05 * counted
 
 
 @pytest.mark.parametrize("mode", [FULL, TreeMaskMode.QLEN_ONLY, BITS])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peak_memory import Peak
 from sglang.srt.models import dflash
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from sglang_ddtree import folding, graph_memory, graphs, mask_memory
 from sglang_ddtree.config import DDTreeConfig
@@ -21,27 +19,6 @@ from sglang_ddtree.mask_memory import Shape
 
 CONFIG = DDTreeConfig(budget=16, block_size=8, top_k=8)
 MIB = 1 << 20
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that the results of the operators hold at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage().data_ptr() for each in tree_flatten((args, kwargs))[0] if torch.is_tensor(each)}
-        for tensor in tree_flatten(out)[0]:
-            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self._add(tensor.nbytes)
-                weakref.finalize(tensor, self._add, -tensor.nbytes)
-        return out
-
-    def _add(self, count: int) -> None:
-        self.held += count
-        self.most = max(self.most, self.held)
 
 
 def head(vocab: int, dtype: torch.dtype = torch.float32, hidden: int = 4) -> SimpleNamespace:
