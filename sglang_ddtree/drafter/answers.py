@@ -55,7 +55,7 @@ def read_prompts(path: Path, limit: int = 256) -> list[str]:
         raise DDTreeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     prompts = [line.strip() for line in lines if line.strip()][:limit]
     if not prompts:
-        raise DDTreeError(f"{path} holds no prompt: write one a line, 40 or more.")
+        raise DDTreeError(f"{path} holds no prompt: write one a line, 60 or more.")
     return prompts
 
 
@@ -138,12 +138,17 @@ def load_target(target_dir: Path, device: str, dtype: torch.dtype) -> tuple[Any,
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    part = "tokenizer"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(target_dir))
+        part = "model"
         model = AutoModelForCausalLM.from_pretrained(str(target_dir), dtype=dtype).to(device).eval()
     except Exception as error:  # Dozens of types: unknown model types, missing files, no memory...
-        first = " ".join(str(error).split())[:300]
-        raise DDTreeError(f"transformers cannot load the target {target_dir}: {first}") from None
+        first = " ".join(str(error).split())[:200]
+        raise DDTreeError(
+            f"transformers cannot load the {part} of the target {target_dir} ({type(error).__name__}: {first}): give a "
+            "complete model directory."
+        ) from None
     return tokenizer, model
 
 

@@ -25,6 +25,7 @@ from sglang_ddtree.errors import DDTreeError
 logger = logging.getLogger(__name__)
 
 ARCHITECTURE = "DFlashDraftModel"
+_MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def read_drafter(config: dict[str, Any], where: str) -> DrafterInfo:
         DDTreeError: a field that is missing, of the wrong type or out of range.
     """
     nested = config.get("dflash_config") or {}
-    text = config.get("text_config") or config
     where = f"{where}/config.json"
+    text = _text(config, where)
 
     def own(key: str) -> Any:
         return nested.get(key, config.get(key))
@@ -138,6 +139,9 @@ def read_drafter(config: dict[str, Any], where: str) -> DrafterInfo:
     if hidden_size is None or num_layers is None:
         missing = "hidden_size" if hidden_size is None else "num_hidden_layers"
         raise DDTreeError(f"{where} has no {missing}: it is not a DFlash drafter's config.")
+    if num_layers > _MAX_LAYERS:
+        # The names of all their tensors would be written down.
+        raise DDTreeError(f"{where}: num_hidden_layers is {num_layers}, which no drafter has.")
     return DrafterInfo(
         architecture=architecture(config) or "",
         hidden_size=hidden_size,
@@ -156,8 +160,8 @@ def read_target(config: dict[str, Any], where: str) -> TargetInfo:
     Raises:
         DDTreeError: a size that is missing or not a positive number.
     """
-    text = config.get("text_config") or config
     where = f"{where}/config.json"
+    text = _text(config, where)
     hidden_size = _positive(text.get("hidden_size"), "hidden_size", where)
     num_layers = _positive(text.get("num_hidden_layers"), "num_hidden_layers", where)
     if hidden_size is None or num_layers is None:
@@ -184,6 +188,14 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
             "add the layers it was trained on to dflash_config."
         )
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def _text(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The part of a config that describes the language model."""
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise DDTreeError(f"{where}: text_config must be a JSON object, got {type(text).__name__}.")
+    return text
 
 
 def _is_int(value: Any) -> bool:
@@ -232,7 +244,7 @@ def _refuse_other_families(config: dict[str, Any], tensors: dict[str, TensorInfo
     nested = config.get("dflash_config")
     if nested is not None and not isinstance(nested, dict):
         raise DDTreeError(f"{where}/config.json: dflash_config must be a JSON object, got {nested!r}.")
-    if not config.get("model_type"):
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise DDTreeError(
             f'{where}/config.json has no model_type and SGLang cannot read it: add "model_type": "qwen3".'
         )
@@ -295,6 +307,8 @@ def _against_target(drafter: DrafterInfo, target: TargetInfo, where: str) -> Ite
             f"{where} reads the target's last layer ({target.num_layers - 1}), which SGLang captures for some models "
             "only (not for Llama and Qwen3).",
         )
+    if drafter.block_size is not None and not 2 <= drafter.block_size <= 64:
+        yield Finding("error", f"{where}/config.json: block_size must be between 2 and 64, got {drafter.block_size}.")
     if drafter.block_size is None:
         yield Finding(
             "warning",

@@ -20,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DDTreeError as error:
         print(f"sglang-ddtree drafter {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # Paths that the system refuses: too long, no permission on the way, a bad disk.
+        where = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
+        print(f"sglang-ddtree drafter {options.command}: error: {where}{error.strerror or error}.", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="measure acceptance, and whether another setting would give a better one")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
-    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 40 or more")
+    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 60 or more")
     one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to answer (default 64)")
     one.add_argument("--device", default=None, help="torch device (default: cuda where there is one, else cpu)")
     one.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
@@ -81,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         default=1280,
         metavar="N",
         help="positions on which settings are compared (default 1280)",
+    )
+    one.add_argument(
+        "--context",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens before a position that count in the comparison, windows apart (default 256): the length of the "
+        "texts that the drafter was trained on, where it is known",
     )
     one.add_argument("--no-alternatives", action="store_true", help="only measure the settings as they are")
     one.add_argument("--json", action="store_true", help="print JSON")
@@ -167,6 +179,7 @@ def _verify(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         alternatives=not options.no_alternatives,
         positions=options.positions,
+        context=options.context,
         progress=lambda text: print(f"[verify] {text}", file=sys.stderr, flush=True),
     )
     print(json.dumps(report.as_json(), indent=2) if options.json else describe(report))

@@ -104,12 +104,17 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not path.is_dir():
         return read_file_header(path)
     tensors: dict[str, TensorInfo] = {}
-    for shard in _shards(path):
+    for shard in weight_files(path):
         tensors.update(read_file_header(shard))
     return tensors
 
 
-def _shards(model_dir: Path) -> list[Path]:
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a model directory: those its index names, all of them where it has none.
+
+    Raises:
+        DDTreeError: an index that is none, or names a file that is not there or not of this directory.
+    """
     index = model_dir / INDEX
     if not index.is_file():
         return sorted(model_dir.glob(WEIGHTS[0]))
@@ -118,9 +123,17 @@ def _shards(model_dir: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DDTreeError(f"{index} is not a safetensors index (a JSON object with a weight_map).") from None
     # The index is text from a stranger: it may name files of this directory only.
-    outside = [name for name in names if not isinstance(name, str) or name == ".." or Path(name).name != name]
+    outside = [
+        name
+        for name in names
+        if not isinstance(name, str) or not 0 < len(name) < 256 or name == ".." or Path(name).name != name
+    ]
+    if not names:
+        raise DDTreeError(f"{index} names no file: download the model again.")
     if outside:
-        raise DDTreeError(f"{index} names {outside[0]!r}, which is not a file of its own directory: do not use it.")
+        raise DDTreeError(
+            f"{index} names {str(outside[0])[:80]!r}, which is not a file of its own directory: do not use it."
+        )
     missing = [name for name in names if not (model_dir / name).is_file()]
     if missing:
         raise DDTreeError(f"{model_dir} lacks {missing[0]}, which {INDEX} names: download the model again.")

@@ -8,11 +8,14 @@ from typing import Any
 
 from sglang_ddtree.drafter.check import default_target_layer_ids, expected_tensors, read_drafter, read_target
 from sglang_ddtree.drafter.families import DFLASH, HARMLESS, family_of, plain_name
-from sglang_ddtree.drafter.files import CONFIG, has_weights, read_config, read_header
+from sglang_ddtree.drafter.files import CONFIG, has_weights, read_config, read_header, weight_files
 from sglang_ddtree.drafter.header import sha256
 from sglang_ddtree.drafter.known import candidate
 from sglang_ddtree.drafter.sizes import Sizes, read_sizes
 from sglang_ddtree.errors import DDTreeError
+
+#: Names of missing or unknown tensors that the text shows; --json has all.
+_SHOWN = 12
 
 
 def inspect(path: Path, target_dir: Path | None = None, with_sha256: bool = False) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def inspect(path: Path, target_dir: Path | None = None, with_sha256: bool = Fals
     if not tensors:
         kind = "pickled weights only, which are never opened" if _has_pickles(path) else "no tensors"
         raise DDTreeError(f"{path} holds {kind}: give a .safetensors file, or a directory of them.")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = weight_files(path) if path.is_dir() else [path]
     dtypes: dict[str, int] = {}
     for info in tensors.values():
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + 1
@@ -93,7 +96,8 @@ def describe(report: dict[str, Any]) -> str:
         ]
         for kind in ("missing", "unknown"):
             if report[kind]:
-                lines.append(f"  {kind} tensors: {', '.join(report[kind])}")
+                more = f" and {len(report[kind]) - _SHOWN} more" if len(report[kind]) > _SHOWN else ""
+                lines.append(f"  {kind} tensors: {', '.join(report[kind][:_SHOWN])}{more}")
     if "fits_target" in report:
         fits = "fits" if report["fits_target"] else "does NOT fit"
         lines.append(f"  {fits} the target's hidden size; default rule for the layers: {report['default_taps']}")

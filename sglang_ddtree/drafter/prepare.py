@@ -88,6 +88,10 @@ def derive(weights: Path, target_dir: Path, given: dict[str, Any]) -> Prepared:
     Raises:
         DDTreeError: another family's drafter, another target's, or a field that nothing gives.
     """
+    if weights.is_dir():
+        raise DDTreeError(
+            f"{weights} is a directory: give one .safetensors file. Sharded drafters need their config.json."
+        )
     tensors = {plain_name(name): info for name, info in read_file_header(weights).items()}
     family = family_of(tensors)
     if family != DFLASH:
@@ -153,8 +157,8 @@ def _settings(weights: Path, sizes: Sizes, target: TargetInfo, given: dict[str, 
     found.setdefault("rms_norm_eps", Field("rms_norm_eps", _DEFAULT_EPS, "format (Qwen3's value)"))
     if "layer_types" in found:
         found["layer_types"] = _layer_types(found["layer_types"], sizes.num_hidden_layers)
-        if "sliding_attention" not in found["layer_types"].value:
-            found.setdefault("sliding_window", Field("sliding_window", None, "no sliding layer"))
+        if "sliding_attention" not in found["layer_types"].value and "sliding_window" not in given:
+            found["sliding_window"] = Field("sliding_window", None, "no sliding layer")
     elif "sliding_window" not in found:
         # Asked for only once a layer is known to have one.
         found["sliding_window"] = Field("sliding_window", None, "unknown")
@@ -209,6 +213,12 @@ def _refuse_values(found: dict[str, Field], target: TargetInfo) -> None:
         raise DDTreeError(f"block size must be between 2 and 64, got {found['block_size'].value}.")
     if "sliding_attention" in found["layer_types"].value and not window:
         raise DDTreeError(f"layers with sliding attention need their window: give {FLAGS['sliding_window']}.")
+    if "sliding_attention" not in found["layer_types"].value and window is not None:
+        raise DDTreeError(
+            f"a sliding window of {window}, but no sliding layer: give {FLAGS['layer_types']}, or no window."
+        )
+    if window is not None and window < 1:
+        raise DDTreeError(f"the sliding window must be 1 or more, got {window}.")
     for name in ("rope_theta", "rms_norm_eps"):
         if not 0 < found[name].value < float("inf"):
             raise DDTreeError(f"{name} must be a positive number, got {found[name].value}.")

@@ -18,7 +18,7 @@ class Progress:
 
     def __init__(self, say: Say, what: str, total: float, clock: Callable[[], float] = time.monotonic):
         self._say, self._what, self._total, self._clock = say, what, total, clock
-        self._done = 0.0
+        self._done, self._ended = 0.0, False
         self._began = self._said = clock()
         say(what)
 
@@ -28,11 +28,17 @@ class Progress:
         now = self._clock()
         spent = now - self._began
         if self._done > self._total - 1e-6:  # sums of fractions are not exact
-            self._say(f"{self._what}: done in {duration(spent)}")
+            self.end()
         elif now - self._said >= EVERY:
             self._said = now
             left = spent * (self._total / self._done - 1)
             self._say(f"{self._what}: {self._done / self._total:.0%}, about {duration(left)} left")
+
+    def end(self) -> None:
+        """All is done, or what is left turned out not to be needed."""
+        if not self._ended:
+            self._ended = True
+            self._say(f"{self._what}: done in {duration(self._clock() - self._began)}")
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_ddtree.drafter.files import read_header
 from sglang_ddtree.drafter.header import sha256
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.signals import stop_on_signals
@@ -114,9 +115,10 @@ def push(source: Path, to: str, *, ssh: str, remote_target: str | None, dry_run:
         dry_run: print the commands instead.
 
     Raises:
-        DDTreeError: one line: bad arguments, no connection, no space, an interrupted or wrong transfer.
+        DDTreeError: one line: bad arguments, damaged weights, no connection, no space, an interrupted transfer.
     """
     files = files_of(source)
+    read_header(source)  # A damaged file or a missing shard is told before hours of copying.
     size = sum(path.stat().st_size for path in files)
     destination = parse_destination(to, source.resolve().name)
     shell = shlex.split(ssh) or ["ssh"]

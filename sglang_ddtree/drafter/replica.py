@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sglang_ddtree.drafter import mask_embedding
 from sglang_ddtree.drafter.check import check_pair
 from sglang_ddtree.drafter.families import HARMLESS, plain_name
-from sglang_ddtree.drafter.files import read_config
+from sglang_ddtree.drafter.files import read_config, weight_files
 from sglang_ddtree.drafter.settings import rope_of
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.training.model import Drafter, DrafterShape
@@ -58,6 +58,8 @@ def load_replica(draft_dir: Path, target_dir: Path) -> Replica:
         problem = "a config without block_size"
     elif info.mask_token_id is None:
         problem = "a config without mask_token_id"
+    elif not weight_files(draft_dir):
+        problem = "pickled weights, which it does not open"
     if problem:
         raise DDTreeError(
             f"{draft_dir}: verify cannot measure a drafter with {problem}; serve it and look at acceptance."
@@ -103,7 +105,7 @@ def _windows(text: dict[str, Any], kinds: list[str]) -> tuple[int | None, ...]:
 
 def _weights(draft_dir: Path, shape: DrafterShape) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for path in sorted(draft_dir.glob("*.safetensors")):
+    for path in weight_files(draft_dir):
         found.update({plain_name(name): weight for name, weight in load_file(path).items()})
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     weights: dict[str, torch.Tensor] = {}

@@ -51,7 +51,7 @@ def setting_findings(config: dict[str, Any], target: dict[str, Any], num_layers:
             )
             return
         window = text.get("sliding_window")
-        if LAYER_TYPES[1] in kinds and not (isinstance(window, int) and window > 0):
+        if LAYER_TYPES[1] in kinds and not (type(window) is int and window > 0):
             yield Finding("error", f"{where}: layers with sliding_attention need a sliding_window, got {window!r}.")
         elif LAYER_TYPES[1] in kinds and config.get("model_type") == "qwen3" and not text.get("use_sliding_window"):
             yield Finding(
@@ -72,14 +72,26 @@ def setting_findings(config: dict[str, Any], target: dict[str, Any], num_layers:
         yield Finding(
             "warning", f"{where}: is_causal is true; DFlash blocks are not causal unless they were trained that way."
         )
+    eps = text.get("rms_norm_eps")
+    if eps is not None and not _positive_number(eps):
+        yield Finding("error", f"{where}: rms_norm_eps must be a positive number, got {eps!r}.")
     yield from _rope_findings(text, target.get("text_config") or target, where)
     dtype = text.get("dtype") or text.get("torch_dtype")
     if dtype is not None and dtype not in _DTYPES:
         yield Finding("warning", f"{where}: dtype {dtype} is none of {', '.join(_DTYPES)}.")
 
 
+def _positive_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
 def _rope_findings(text: dict[str, Any], target: dict[str, Any], where: str) -> Iterator[Finding]:
-    if "rope_theta" not in rope_of(text):
+    spelled = (text, *(text[key] for key in ("rope_scaling", "rope_parameters") if isinstance(text.get(key), dict)))
+    wrong = [one["rope_theta"] for one in spelled if one.get("rope_theta") is not None]
+    wrong = [value for value in wrong if not _positive_number(value)]
+    if wrong:
+        yield Finding("error", f"{where}: rope_theta must be a positive number, got {wrong[0]!r}.")
+    elif "rope_theta" not in rope_of(text):
         yield Finding(
             "warning",
             f"{where} has no rope_theta, so SGLang falls back to a default; acceptance is poor if the drafter was "

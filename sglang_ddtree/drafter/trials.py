@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,21 +19,35 @@ from sglang_ddtree.training.model import block_embeddings
 
 #: Chance that anything is reported about a drafter whose settings are right, over all alternatives of one run.
 ALPHA = 0.01
+#: Tokens before a position that count when settings are compared, windows apart. Beyond the lengths of its training a
+#: drafter may be better with settings that are wrong below them.
+CONTEXT = 256
 #: Depths that are compared.
 _DEPTHS = 7
-#: Settings of more values than this (mask tokens, taps) are tried on fewer positions and depths first, and only the
-#: best ones on all of them.
-_MANY, _FINALISTS, _COARSE_STEP, _COARSE_DEPTHS = 8, 6, 4, 2
+#: Settings of more values than _MANY (mask tokens, taps) are tried at a few depths first, those of more than _SEVERAL
+#: at all; both on every fourth position. Only what may still be better is tried on all of them.
+_MANY, _FINALISTS, _SEVERAL, _COARSE_STEP, _COARSE_DEPTHS = 8, 6, 2, 4, 2
+#: t at the first look below which a value is dropped; one that is as good as the config's falls there once in 50 times.
+_HOPELESS = -2.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One alternative. ``values``: how many p-values its own shares ALPHA with; ``coarse``: dropped at first look."""
+    """One alternative.
+
+    ``values``: how many p-values its own shares ALPHA with; ``coarse``: dropped at first look; ``half_as_good``: a
+    window half as wide is no worse, so that it is not the one that the drafter was trained with.
+    """
 
     alternative: Alternative
     comparison: Comparison
     values: int
     coarse: bool = False
+    half_as_good: bool = False
+
+    @property
+    def t(self) -> float:
+        return max(self.comparison.t_probability, self.comparison.t_log_prob)
 
     @property
     def p(self) -> float:
@@ -40,12 +55,17 @@ class Trial:
         return min(1.0, self.comparison.p * self.values)
 
     @property
-    def better(self) -> bool:
+    def significant(self) -> bool:
         return not self.coarse and self.comparison.better(ALPHA / self.values)
+
+    @property
+    def better(self) -> bool:
+        return self.significant and not self.half_as_good
 
     def as_json(self) -> dict[str, Any]:
         named = {"setting": self.alternative.setting, "value": self.alternative.value}
-        return {**named, **asdict(self.comparison), "corrected_p": self.p, "coarse": self.coarse, "better": self.better}
+        verdict = {"coarse": self.coarse, "half_as_good": self.half_as_good, "better": self.better}
+        return {**named, **asdict(self.comparison), "corrected_p": self.p, **verdict}
 
 
 def try_all(
@@ -55,41 +75,79 @@ def try_all(
     others: Sequence[Alternative],
     positions: int,
     progress: Callable[[str], None],
+    context: int = CONTEXT,
 ) -> list[Trial]:
     """Every alternative against the config on about ``positions`` positions spread over the answers, best first.
 
-    ALPHA is shared out evenly among the settings, and a setting's part among its values.
+    ALPHA is shared out evenly among the settings, and a setting's part among its values. Windows are tried with the
+    whole text before a position, everything else with the last ``context`` tokens of it.
 
     Raises:
         DDTreeError: the answers are too short to compare anything.
     """
     depths = min(_DEPTHS, replica.drafter.shape.block_size - 1)
-    anchors = spread(answers, positions, depths)
+    anchors, longest = spread(answers, positions, depths), max(len(one.tokens) for one in answers)
     by_setting: dict[str, list[Alternative]] = {}
     for other in others:
         by_setting.setdefault(other.setting, []).append(other)
     few, shallow = [one[::_COARSE_STEP] for one in anchors], min(_COARSE_DEPTHS, depths)
-    coarse = shallow / depths / _COARSE_STEP  # of the cost of a whole one, which is nearly all in the head
-    cost = 1 + sum(_FINALISTS + (len(v) + 1) * coarse if len(v) > _MANY else len(v) for v in by_setting.values())
+    # A look: positions, depths, and what it costs; nearly all of that is the head.
+    whole = _Look(anchors, depths, 1.0)
+    quarter, glance = _Look(few, depths, 1 / _COARSE_STEP), _Look(few, shallow, shallow / depths / _COARSE_STEP)
+    first_looks = {s: _first_look(len(v), quarter, glance) for s, v in by_setting.items()}
+    cost = 2.0  # of one pass for the config with each context
+    for setting, values in by_setting.items():
+        look = first_looks[setting]
+        cost += (min(len(values), _FINALISTS) + len(values) * look.cost) if look else len(values)
     count = Progress(progress, f"trying other values of {', '.join(by_setting) or 'nothing'}", cost)
 
-    def drafted(where: Sequence[torch.Tensor], deep: int, other: Alternative | None = None) -> Drafts:
-        result = draft(replica, answers, heads, where, deep, other)
-        count.add(1 if where is anchors else coarse)
-        return result
+    @cache
+    def given(look: _Look, seen: int | None) -> Drafts:
+        return draft(replica, answers, heads, look.anchors, look.depths, context=seen)
 
-    given = drafted(anchors, depths)
+    def against(other: Alternative, look: _Look, seen: int | None) -> Comparison:
+        found = compare(given(look, seen), draft(replica, answers, heads, look.anchors, look.depths, other, seen))
+        count.add(look.cost)
+        return found
+
     trials: list[Trial] = []
-    for values in by_setting.values():
-        shares = len(values) * len(by_setting)
-        if len(values) > _MANY:
-            base = drafted(few, shallow)
-            first = [Trial(v, compare(base, drafted(few, shallow, v)), shares, True) for v in values]
+    for setting, values in by_setting.items():
+        shares, look = len(values) * len(by_setting), first_looks[setting]
+        seen = None if setting == "sliding_window" or longest <= context else context
+        if look:
+            first = [Trial(v, against(v, look, seen), shares, coarse=True) for v in values]
             first.sort(key=lambda trial: -trial.comparison.t_probability)
-            values = [trial.alternative for trial in first[:_FINALISTS]]
-            trials += first[_FINALISTS:]
-        trials += [Trial(v, compare(given, drafted(anchors, depths, v)), shares) for v in values]
+            kept = [trial for trial in first[:_FINALISTS] if trial.t > _HOPELESS]
+            trials += [trial for trial in first if trial not in kept]
+            values = [trial.alternative for trial in kept]
+        trials += [Trial(v, against(v, whole, seen), shares) for v in values]
+    for number, trial in enumerate(trials):
+        half = half_window(trial.alternative, replica.windows)
+        if trial.significant and half is not None:
+            pair = [draft(replica, answers, heads, anchors, depths, v) for v in (half, trial.alternative)]
+            found = compare(*pair)
+            trials[number] = replace(trial, half_as_good=min(found.t_probability, found.t_log_prob) <= 0)
+    count.end()
     return sorted(trials, key=lambda trial: (trial.coarse, trial.comparison.p))
+
+
+@dataclass(frozen=True, eq=False)
+class _Look:
+    anchors: Sequence[torch.Tensor]
+    depths: int
+    cost: float
+
+
+def _first_look(values: int, quarter: _Look, glance: _Look) -> _Look | None:
+    return glance if values > _MANY else quarter if values > _SEVERAL else None
+
+
+def half_window(other: Alternative, given: Sequence[int | None]) -> Alternative | None:
+    """A window alternative with half the window; None where there is none, or where that is the config's."""
+    if other.windows is None or not any(other.windows):
+        return None
+    windows = tuple(window and window // 2 for window in other.windows)
+    return None if windows == tuple(given) else Alternative(other.setting, "half", windows=windows)
 
 
 def spread(answers: Sequence[Answer], positions: int, depths: int) -> list[torch.Tensor]:
@@ -117,12 +175,19 @@ def draft(
     anchors: Sequence[torch.Tensor],
     depths: int,
     other: Alternative | None = None,
+    context: int | None = None,
 ) -> Drafts:
-    """What the drafter gives at ``anchors`` with one setting changed (None: as the config has it)."""
+    """What the drafter gives at ``anchors`` with one setting changed (None: as the config has it).
+
+    ``context``: no layer sees more positions than this, its own included (None: all that its window lets it see).
+    """
     other = other or Alternative("", None)
     drafter, original = replica.drafter, replica.drafter.shape
     drafter.shape = shape = replace(original, **other.changes)
-    replica.set_attention(other.causal or replica.causal, other.windows or replica.windows)
+    windows = other.windows or replica.windows
+    if context is not None:
+        windows = tuple(min(window or context, context) for window in windows)
+    replica.set_attention(other.causal or replica.causal, windows)
     depths = min(depths, shape.block_size - 1)
     blocks = heads.blocks if "mask_token_id" not in other.changes else heads.embed
     right, log_prob, prompt = [], [], []

@@ -23,10 +23,13 @@ from sglang_ddtree.drafter.compare import paired_t, t_tail
 from sglang_ddtree.drafter.files import read_config
 from sglang_ddtree.drafter.progress import Progress
 from sglang_ddtree.drafter.replica import Replica, load_replica
-from sglang_ddtree.drafter.trials import ALPHA, Trial, try_all
+from sglang_ddtree.drafter.trials import ALPHA, CONTEXT, Trial, try_all
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.training.corpus import Sequence as Text
 from sglang_ddtree.training.measure import accepted_drafts, proposals, replay
+
+#: Prompts below which the report says that they are few (docs/drafters.md has the measurement).
+ENOUGH = 60
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Report:
             without a model gives at depth 1.
         lookup_p: p-value of "the drafter is no better than that" (paired by prompt; 1 with a single prompt).
         prompts: answers measured; longest: tokens of the longest one with its prompt.
+        context: tokens before a position that counted when settings other than windows were compared.
         trials: the alternatives, most significant first.
         faults: what is wrong, a line each; empty for a healthy drafter.
     """
@@ -54,6 +58,7 @@ class Report:
     lookup_p: float
     prompts: int
     longest: int
+    context: int = 0
     trials: list[Trial] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -72,9 +77,13 @@ def verify(
     dtype: str = "auto",
     alternatives: bool = True,
     positions: int = 1280,
+    context: int = CONTEXT,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure a drafter directory on the prompts of a file (one a line); other settings on ``positions`` positions.
+    """Measure a drafter directory on the prompts of a file; other settings on ``positions`` positions.
+
+    Args:
+        context: tokens before a position that count when settings other than windows are compared.
 
     Raises:
         DDTreeError: the pair does not fit, the target cannot be loaded, or nothing can be measured.
@@ -83,13 +92,16 @@ def verify(
         raise DDTreeError(f"--max-tokens must be between 8 and 4096, got {max_tokens}.")
     if positions < 32:
         raise DDTreeError(f"--positions must be 32 or more, got {positions}.")
+    if context < 16:
+        raise DDTreeError(f"--context must be 16 or more, got {context}.")
+    where = _device(device)
+    kind = _dtype(dtype, where)
     questions = read_prompts(prompts)
     replica = load_replica(draft_dir, target_dir)
     shape = replica.drafter.shape
     layers = read_target(read_config(target_dir), str(target_dir)).num_layers
     others = list(other_settings(replica, target_dir, layers)) if alternatives else []
     taps = {layer for other in others for layer in other.changes.get("target_layer_ids", ())}
-    where, kind = _device(device), _dtype(dtype, device)
     answers, heads = answer(
         target_dir,
         questions,
@@ -107,18 +119,25 @@ def verify(
         report = _measure(replica, answers, heads, progress)
         if alternatives:
             others += other_windows(replica, report.longest)
-            report.trials = try_all(replica, answers, heads, others, positions, progress)
+            report.trials = try_all(replica, answers, heads, others, positions, progress, context)
+        report.context = context
     report.faults = _faults(report)
     return report
 
 
 def _device(given: str | None) -> str:
-    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=given).item()
+    except Exception as error:  # RuntimeError, AssertionError, NotImplementedError...
+        raise DDTreeError(f"--device {given} cannot be used: {' '.join(str(error).split())[:160]}.") from None
+    return given
 
 
-def _dtype(given: str, device: str | None) -> torch.dtype:
+def _dtype(given: str, device: str) -> torch.dtype:
     if given == "auto":
-        return torch.float32 if _device(device) == "cpu" else torch.bfloat16
+        return torch.float32 if device == "cpu" else torch.bfloat16
     return getattr(torch, given)
 
 
@@ -200,11 +219,12 @@ def _faults(report: Report) -> list[str]:
             best.setdefault(trial.alternative.setting, trial)
     for name, trial in best.items():
         found = trial.comparison
+        texts = "; it was trained with that window, or on texts no longer than it" if name == "sliding_window" else ""
         faults.append(
             f"{name} looks wrong: {trial.alternative.value} is better (p {trial.p:.1e} over {found.prompts} prompts, "
             f"corrected for all that was tried): "
             f"first choices right {found.agreement:.1%} instead of {found.given:.1%}, "
-            f"{found.accepted:+.3f} accepted drafts per position, log-probability {found.log_prob:+.4f}"
+            f"{found.accepted:+.3f} accepted drafts per position, log-probability {found.log_prob:+.4f}{texts}"
         )
     if (report.prompts > 1 and report.lookup_p > ALPHA) or report.agreement[0] <= report.lookup:
         faults.append(
@@ -231,9 +251,36 @@ def describe(report: Report) -> str:
     if not report.faults:
         tried = ", ".join(dict.fromkeys(trial.alternative.setting for trial in report.trials))
         lines.append(f"healthy: no other value is better beyond chance (tried: {tried or 'nothing'})")
-    if report.trials and not any(trial.alternative.setting == "sliding_window" for trial in report.trials):
-        lines.append("note: the attention windows were not tested: no text is longer than one that is to be told apart")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in _notes(report))])
+
+
+def _notes(report: Report) -> list[str]:
+    """What the verdict does not cover."""
+    if not report.trials:
+        return []
+    notes = []
+    if report.prompts < ENOUGH:
+        notes.append(
+            f"only {report.prompts} prompts: small faults stay unseen; give {ENOUGH} or more, 100 where causality or a "
+            "window is in doubt"
+        )
+    if report.longest > report.context:
+        notes.append(
+            f"texts of up to {report.longest} tokens: settings other than windows were compared with the last "
+            f"{report.context} tokens before each position; give --context N for a drafter trained on texts of N tokens"
+        )
+    windows = [trial for trial in report.trials if trial.alternative.setting == "sliding_window"]
+    if not windows:
+        notes.append("the attention windows were not tested: no text is longer than one that is to be told apart")
+    if not any(trial.better for trial in windows):
+        notes += [
+            f"with a sliding_window of {trial.alternative.value} drafts are better on these texts (p {trial.p:.1e}), "
+            "and with half of it they are no worse: the texts are longer than those of the drafter's training, or of "
+            "another kind; not counted as a fault"
+            for trial in windows
+            if trial.half_as_good
+        ][:1]
+    return notes
 
 
 def _table(trials: Sequence[Trial]) -> list[str]:
@@ -241,14 +288,14 @@ def _table(trials: Sequence[Trial]) -> list[str]:
     if not trials:
         return []
     best: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda trial: -max(trial.comparison.t_probability, trial.comparison.t_log_prob)):
+    for trial in sorted(trials, key=lambda trial: -trial.t):
         best.setdefault(trial.alternative.setting, trial)
     rows = [f"best other value of each setting, against the config's ({trials[0].comparison.prompts} prompts)"]
     rows.append(f"  {'setting':16} {'value':>24}  right at all depths  log-probability      t  corrected p")
     for name, trial in best.items():
         one = trial.comparison
         value = str(trial.alternative.value)
-        t = max(one.t_probability, one.t_log_prob)
         right = f"{one.agreement:6.1%} ({one.agreement - one.given:+6.1%})"
-        rows.append(f"  {name:16} {value:>24}  {right:>19}  {one.log_prob:+15.4f}  {t:+5.1f}  {trial.p:11.2g}")
+        row = f"  {name:16} {value:>24}  {right:>19}  {one.log_prob:+15.4f}  {trial.t:+5.1f}  {trial.p:11.2g}"
+        rows.append(row + ("  (first look only)" if trial.coarse else ""))
     return rows

@@ -266,6 +266,7 @@ def test_model_type_missing(tmp_path, target):
         ({"num_hidden_layers": 4}, "reads target layer 4, but the target has layers 0 to 3"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"num_hidden_layers": "six"}, "num_hidden_layers must be a positive whole number"),
+        ({"text_config": "x"}, "text_config must be a JSON object"),
     ],
 )
 def test_target_mismatch(tmp_path, changes, reason):
@@ -290,11 +291,21 @@ def test_mask_token_outside_the_embedding(tmp_path, target):
         ({"dflash_config": [1]}, "must be a JSON object"),
         ({"block_size": 0}, "block_size must be"),
         ({"block_size": "8"}, "block_size must be"),
+        ({"block_size": 1}, "block_size must be between 2 and 64"),
+        ({"block_size": 10**12}, "block_size must be between 2 and 64"),
+        ({"model_type": ["qwen3"]}, "no model_type"),
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"num_attention_heads": None}, "has no num_attention_heads"),
         ({"num_hidden_layers": 1}, "holds 2 layers, but num_hidden_layers is 1"),
         ({"num_hidden_layers": 3}, "lacks 11 tensors"),
         ({"intermediate_size": 100}, "mlp"),
+        ({"text_config": [1]}, "text_config must be a JSON object"),
+        ({"num_hidden_layers": 10**9}, "which no drafter has"),
+        ({"rope_theta": 0}, "rope_theta must be a positive number"),
+        ({"rope_theta": "10000"}, "rope_theta must be a positive number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta must be a positive number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": True}, "need a sliding_window"),
     ],
 )
 def test_config_errors(tmp_path, target, changes, reason):

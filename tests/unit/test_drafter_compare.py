@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from scipy import stats
 
 from sglang_ddtree.drafter.alternatives import Alternative, other_windows
+from sglang_ddtree.drafter.answers import Answer, Heads
 from sglang_ddtree.drafter.compare import Drafts, compare, paired_t, t_tail
-from sglang_ddtree.drafter.trials import ALPHA, Trial, spread
-from sglang_ddtree.drafter.verify import lookup
-from sglang_ddtree.training.model import Drafter, DrafterShape
+from sglang_ddtree.drafter.replica import Replica
+from sglang_ddtree.drafter.trials import ALPHA, Trial, draft, half_window, spread, try_all
+from sglang_ddtree.drafter.verify import Report, describe, lookup
+from sglang_ddtree.training.model import Drafter, DrafterShape, block_embeddings
 
 PROMPTS, EACH, DEPTHS = 20, 12, 3
 
@@ -134,3 +137,106 @@ def test_a_window_hides_what_lies_before_it(window, causal):
                 torch.ones(1, 1, len(seen)), len(order) - 1,
             )  # fmt: skip
             torch.testing.assert_close(got[:, number, row - 1], alone[:, 0, 0])
+
+
+# All alternatives, on a small drafter whose own words are the text: the settings it spoke with are the right ones
+
+LENGTH, SPOKEN, BLOCK = 100, 40, 5
+
+
+def small() -> tuple[Replica, Heads]:
+    torch.manual_seed(5)
+    shape = DrafterShape(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=50, block_size=BLOCK, target_layer_ids=(0, 1), mask_token_id=1,
+    )  # fmt: skip
+    embed = torch.randn(50, 32)
+    # Small embeddings, so that attention decides what is said.
+    return Replica(Drafter(shape).eval(), (False, False), (None, None)), Heads(embed / 100, embed)
+
+
+@torch.inference_mode()
+def spoken(replica: Replica, heads: Heads, windows: tuple[int | None, ...], prompts: int = 24) -> list[Answer]:
+    """Answers of blocks side by side, drawn from the drafter with some windows; states and prompts are noise."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    replica.set_attention(replica.causal, windows)
+    for _ in range(prompts):
+        states = {layer: torch.randn(LENGTH, 32, generator=generator) for layer in (0, 1)}
+        tokens = torch.randint(2, 50, (LENGTH,), generator=generator)
+        where = torch.arange(LENGTH - SPOKEN, LENGTH, BLOCK)
+        context = replica.drafter.project(torch.cat([states[0], states[1]], -1)[None])
+        blocks = block_embeddings(heads.blocks, tokens[where][None], replica.drafter.shape)
+        logits = replica.drafter(context, where[None], blocks, first_row=1)[0] @ heads.head.T
+        drawn = torch.multinomial(logits.flatten(0, 1).softmax(-1), 1, generator=generator).view(-1, BLOCK - 1)
+        for row, at in zip(drawn, where.tolist(), strict=True):
+            tokens[at + 1 : at + BLOCK] = row
+        found.append(Answer(tokens, LENGTH - SPOKEN, states))
+    replica.set_attention(replica.causal, replica.windows)
+    return found
+
+
+@torch.inference_mode()
+def tried(replica: Replica, heads: Heads, answers: list[Answer], others: list[Alternative], context: int = LENGTH):
+    said: list[str] = []
+    # As many positions as there are blocks: those that begin one.
+    found = try_all(replica, answers, heads, others, len(answers) * SPOKEN // BLOCK, said.append, context)
+    assert "done in" in said[-1]
+    return {trial.alternative.value: trial for trial in found}
+
+
+def window(size: int) -> Alternative:
+    return Alternative("sliding_window", size, windows=(size, size))
+
+
+def test_a_window_that_the_drafter_speaks_with_is_found():
+    replica, heads = small()
+    trials = tried(replica, heads, spoken(replica, heads, (16, 16)), [window(16), window(32)])
+    assert trials[16].better and not trials[16].half_as_good
+
+
+def test_a_window_is_no_fault_where_half_of_it_is_as_good():
+    """What texts longer than those of the training look like: the less the drafter sees, the better."""
+    replica, heads = small()
+    trials = tried(replica, heads, spoken(replica, heads, (8, 8)), [window(16), window(32)])
+    assert trials[16].significant and trials[16].half_as_good and not trials[16].better
+    assert not trials[32].better
+
+
+def test_the_windows_of_the_config_are_halved_on_their_layers_only():
+    assert half_window(Alternative("", 1, windows=(64, None)), (None, None)).windows == (32, None)
+    assert half_window(Alternative("", 1, windows=(64, None)), (32, None)) is None
+    assert half_window(Alternative("", "none", windows=(None, None)), (32, None)) is None
+    assert half_window(Alternative("", 1e4, {"rope_theta": 1e4}), (None, None)) is None
+
+
+def test_what_lies_before_the_context_does_not_count():
+    replica, heads = small()
+    answers = spoken(replica, heads, (None, None), prompts=2)
+    where = [torch.arange(70, 90, 5)] * 2
+    far = [replace(one, states={k: torch.cat([-v[:40], v[40:]]) for k, v in one.states.items()}) for one in answers]
+    with torch.inference_mode():
+        near, whole = (
+            [draft(replica, texts, heads, where, 4, context=seen).log_prob for texts in (answers, far)]
+            for seen in (20, None)
+        )
+    assert torch.equal(*near) and not torch.allclose(*whole)
+
+
+def test_hopeless_values_are_dropped_at_the_first_look():
+    replica, heads = small()
+    answers = spoken(replica, heads, (None, None))
+    bases = [Alternative("rope_theta", base, {"rope_theta": base}) for base in (2.0, 3.0, 1e4 + 1)]
+    trials = tried(replica, heads, answers, bases, context=30)
+    assert trials[2.0].coarse and trials[3.0].coarse and not trials[1e4 + 1].coarse
+    assert not any(trial.better for trial in trials.values())
+
+
+def test_the_report_says_what_it_does_not_cover():
+    found = compare(drafts(1), drafts(2, 0.03))
+    half = Trial(window(256), found, 4, half_as_good=True)
+    report = Report(100, [0.5], [1, 1], {"chain": 1.5}, 0.1, 0.0, 20, 900, context=256, trials=[half])
+    text = describe(report)
+    assert "only 20 prompts" in text and "with the last 256 tokens" in text and "not counted as a fault" in text
+    report = replace(report, prompts=100, longest=200, trials=[Trial(window(64), found, 4)])
+    assert [line for line in describe(report).splitlines() if line.startswith("note")] == []

@@ -82,11 +82,29 @@ def test_only_regular_files_are_opened(tmp_path):
             read_header(path)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", 5])
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 5, "x" * 5000]
+)
 def test_an_index_names_files_of_its_own_directory(tmp_path, name):
     draft = write_drafter(tmp_path / "draft")
     (draft / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     assert "not a file of its own directory" in findings(draft, write_target(tmp_path / "target"))[0].text
+
+
+def test_an_index_without_files(tmp_path, capsys):
+    draft = write_drafter(tmp_path / "draft")
+    (draft / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert main(["inspect", str(draft)]) == 2
+    assert "names no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "convert-mask-embedding", "push"])
+def test_paths_that_the_system_refuses(tmp_path, capsys, command):
+    path = str(tmp_path / ("x" * 300))
+    flags = {"check": ["--target", path], "push": ["nowhere.invalid:x", "--dry-run"]}.get(command, [])
+    assert main([command, path, *flags]) == 2
+    error = capsys.readouterr().err
+    assert "too long" in error and error.count("\n") == 1
 
 
 def mutate(content: bytes, rng: random.Random) -> bytes:

@@ -80,6 +80,8 @@ def test_all_missing_flags_at_once(bare, target, tmp_path, capsys):
         (["--layer-types", "full,odd"], "full, sliding"),
         (["--layer-types", "full,full,full"], "full, sliding"),
         (["--layer-types", "sliding"], "give --sliding-window"),
+        (["--layer-types", "sliding", "--sliding-window", "-3"], "must be 1 or more"),
+        (["--sliding-window", "5"], "no sliding layer"),
         (["--block-size", "1"], "between 2 and 64"),
         (["--rope-theta", "-1"], "rope_theta must be a positive number"),
         (["--rope-theta", "nan"], "rope_theta must be a positive number"),
@@ -118,6 +120,17 @@ def test_another_file_system_gets_a_symbolic_link(bare, target, tmp_path, monkey
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     assert prepare(bare, target, tmp_path / "out", *FLAGS) == 0
     assert (tmp_path / "out" / "model.safetensors").is_symlink()
+
+
+def test_a_directory_is_no_bare_file(bare, target, tmp_path, capsys):
+    assert prepare(tmp_path / "original", target, tmp_path / "out", *FLAGS) == 2
+    assert "is a directory" in error(capsys)
+
+
+@pytest.mark.parametrize("out", ["bare.safetensors/out", "x" * 300, "/proc/no/such"])
+def test_an_out_that_cannot_be_made(bare, target, tmp_path, capsys, out):
+    assert prepare(bare, target, tmp_path / out, *FLAGS) == 2
+    assert ("too long" if out[0] == "x" else "cannot write") in error(capsys)
 
 
 def test_an_existing_directory_is_left_alone(bare, target, tmp_path, capsys):

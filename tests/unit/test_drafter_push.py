@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sshd import running_sshd
 from tiny_models import write_drafter, write_target
 
@@ -90,7 +92,7 @@ def test_an_existing_path_is_left_alone(remote, drafter, tmp_path, capsys):
 def test_interrupted_and_resumed(remote, there, tmp_path):
     """TERM in the middle of a slow transfer: nothing under the final name, and the rest is sent afterwards."""
     source = tmp_path / "big.safetensors"
-    source.write_bytes(os.urandom(24_000_000))
+    save_file({"noise": torch.frombuffer(bytearray(os.urandom(24_000_000)), dtype=torch.uint8)}, source)
     final, staged = tmp_path / "far.safetensors", tmp_path / "far.safetensors.incoming"
     # 3 MB/s, so that there is a middle.
     real = shutil.which("rsync")
@@ -227,6 +229,15 @@ def test_destinations(text, host, path):
 def test_bad_destinations(text):
     with pytest.raises(DDTreeError):
         parse_destination(text, "name")
+
+
+def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
+    weights = drafter / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for source in (drafter, weights):
+        assert main(["push", str(source), "nowhere.invalid:x", "--dry-run"]) == 2
+        captured = capsys.readouterr()
+        assert "not a complete safetensors file" in captured.err and not captured.out
 
 
 def test_bad_sources(tmp_path):
