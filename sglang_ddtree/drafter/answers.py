@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from inspect import signature
@@ -44,19 +45,33 @@ class Heads:
 
 
 def read_prompts(path: Path, limit: int = 256) -> list[str]:
-    """The first ``limit`` non-empty lines.
+    """The first ``limit`` prompts: non-empty lines, or in a ``.jsonl`` file what each line's JSON says, which is a text
+    or an object with a text in ``prompt``.
 
     Raises:
-        DDTreeError: not readable, or no prompt in it.
+        DDTreeError: not readable, a line that is no prompt, or no prompt in it.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DDTreeError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     prompts = [line.strip() for line in lines if line.strip()][:limit]
+    if path.suffix == ".jsonl":
+        prompts = [_json_prompt(line, path) for line in prompts]
     if not prompts:
         raise DDTreeError(f"{path} holds no prompt: write one a line, 60 or more.")
     return prompts
+
+
+def _json_prompt(line: str, path: Path) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    value = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(value, str) or not value.strip():
+        raise DDTreeError(f'{path}: {line[:60]!r} is neither a JSON text nor {{"prompt": "..."}}.')
+    return value
 
 
 @torch.inference_mode()

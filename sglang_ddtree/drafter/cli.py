@@ -75,8 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("verify", help="measure acceptance, and whether another setting would give a better one")
     one.add_argument("dir", metavar="DIR", help="drafter (directory or hub id)")
     one.add_argument("--target", required=True, metavar="DIR", help="target model (directory or hub id)")
-    one.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="one prompt a line, 60 or more")
-    one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens to answer (default 64)")
+    one.add_argument(
+        "--prompts", required=True, type=Path, metavar="FILE", help="60 prompts or more, one a line; JSON in .jsonl"
+    )
+    one.add_argument("--max-tokens", type=int, default=64, metavar="N", help="longest answer in tokens (default 64)")
     one.add_argument("--device", default=None, help="torch device (default: cuda where there is one, else cpu)")
     one.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     one.add_argument(

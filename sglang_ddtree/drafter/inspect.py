@@ -66,7 +66,10 @@ def _with_target(sizes: Sizes, target_dir: Path) -> dict[str, Any]:
     target = read_target(read_config(target_dir), str(target_dir))
     taps = sizes.taps(target.hidden_size)
     known = candidate(sizes, taps, target.num_layers, target.vocab_size)
-    rule = list(default_target_layer_ids(target.num_layers, sizes.num_hidden_layers))
+    try:
+        rule = list(default_target_layer_ids(target.num_layers, sizes.num_hidden_layers))
+    except DDTreeError:  # Too few layers for the rule, which a drafter with layers of its own does not need.
+        rule = []
     return {
         "taps": taps,
         "fits_target": sizes.hidden_size == target.hidden_size,
@@ -100,7 +103,9 @@ def describe(report: dict[str, Any]) -> str:
                 lines.append(f"  {kind} tensors: {', '.join(report[kind][:_SHOWN])}{more}")
     if "fits_target" in report:
         fits = "fits" if report["fits_target"] else "does NOT fit"
-        lines.append(f"  {fits} the target's hidden size; default rule for the layers: {report['default_taps']}")
+        rule = report["default_taps"]
+        layers = ", ".join(map(str, rule)) if rule else "does not give so many"
+        lines.append(f"  {fits} the target's hidden size; SGLang's rule for the target's layers: {layers}")
         lines.append(f"  sizes of a known drafter: {report['known'] or 'no'}")
     lines += [f"  sha256 {digest}  {name}" for name, digest in report.get("sha256", {}).items()]
     if sizes and not report["config"]:

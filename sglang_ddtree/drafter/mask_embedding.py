@@ -38,6 +38,7 @@ def convert(path: Path, mask_token_id: int | None = None) -> Path:
         DDTreeError: not a small zip-format torch file with one plain vector, or one that SGLang would not use either.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     source = path / MASK_EMBEDDING if path.is_dir() else path
@@ -58,8 +59,9 @@ def convert(path: Path, mask_token_id: int | None = None) -> Path:
             metadata={"format": "pt", _TOKEN: str(token), _SOURCE: _sha256(source)},
         )
         working.rename(out)
-    except OSError as error:
-        raise DDTreeError(f"cannot write {out}: {error.strerror or error}.") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
+        raise DDTreeError(f"cannot write {out}: {reason}.") from None
     finally:
         working.unlink(missing_ok=True)
     return out

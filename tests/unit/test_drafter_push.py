@@ -240,6 +240,11 @@ def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
         assert "not a complete safetensors file" in captured.err and not captured.out
 
 
+def test_an_ssh_command_that_is_none(drafter, capsys):
+    assert main(["push", str(drafter), "nowhere.invalid:x", "--ssh", "'"]) == 2
+    assert "is no command" in capsys.readouterr().err
+
+
 def test_bad_sources(tmp_path):
     (tmp_path / "sub").mkdir()
     with pytest.raises(DDTreeError, match="does not exist"):

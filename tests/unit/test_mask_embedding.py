@@ -7,7 +7,9 @@ import pickle
 import zipfile
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 from tiny_models import HIDDEN, write_drafter, write_target
 
 from sglang_ddtree.drafter import mask_embedding
@@ -97,6 +99,15 @@ def test_nothing_of_the_file_is_run(draft, tmp_path, capsys, monkeypatch):
     (draft / "mask_embedding.pt").write_bytes(pickle.dumps(Hostile()))
     assert convert(draft) == 2 and "plain tensors" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_directory_that_cannot_be_written(draft, capsys, monkeypatch):
+    """The error of safetensors, which is no OSError; root may write everywhere else."""
+    torch.save(SAVED, draft / "mask_embedding.pt")
+    monkeypatch.setattr(safetensors.torch, "save_file", lambda tensors, path, **_: save_file(tensors, "/proc/no/such"))
+    assert convert(draft) == 2
+    error = capsys.readouterr().err
+    assert "cannot write" in error and "No such file" in error and error.count("\n") == 1
 
 
 def test_files_that_unpack_to_more_are_refused(draft, capsys):
