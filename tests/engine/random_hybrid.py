@@ -1,4 +1,7 @@
-"""Random Qwen3.5 text models, dense and mixture of experts: three Gated DeltaNet layers and one of full attention."""
+"""Random Qwen3.5 text models, dense and mixture of experts: three Gated DeltaNet layers and one of full attention.
+
+With an MTP head, which SGLang runs as ``--speculative-algorithm NEXTN``, if that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ KEY_HEADS, VALUE_HEADS, STATE_DIM, WINDOW = 1, 2, 16, 4
 EXPERTS, EXPERT_INNER = 4, 32
 
 
-def write_target(directory: Path, experts: bool = False) -> Path:
-    kinds = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
+def write_target(directory: Path, experts: bool = False, mtp: bool = False, layers: int = LAYERS) -> Path:
+    kinds = ["linear_attention"] * (layers - 1) + ["full_attention"]
     config = {
         **COMMON,
         "architectures": ["Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "layer_types": kinds,
         # SGLang reads this one, transformers the list.
-        "full_attention_interval": LAYERS,
+        "full_attention_interval": layers,
         "linear_conv_kernel_dim": WINDOW,
         "linear_key_head_dim": STATE_DIM,
         "linear_value_head_dim": STATE_DIM,
@@ -50,7 +53,22 @@ def write_target(directory: Path, experts: bool = False) -> Path:
         parts |= _full_attention() if kind == "full_attention" else _delta_net()
         parts |= _experts() if experts else _mlp("mlp", INNER)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    if mtp:
+        shapes |= _mtp()
     return random_models.write(directory, config, shapes, seed=5)
+
+
+def _mtp() -> dict[str, tuple[int, ...]]:
+    """The names that Qwen's checkpoints give to the layer behind the last one, which predicts one token further."""
+    parts = {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
+    parts |= {**_full_attention(), **_mlp("mlp", INNER)}
+    return {
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+        "mtp.norm.weight": (HIDDEN,),
+        **{f"mtp.layers.0.{name}": shape for name, shape in parts.items()},
+    }
 
 
 def _full_attention() -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,14 +43,16 @@ def questions(seed: int, lengths: tuple[int, ...]) -> list[Question]:
 
 
 HEAD = """
-import json, os, random, sys
+import functools, json, os, random, sys
 import torch
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     HookRegistry.register("sglang_ddtree.drafting.draft_candidates", candidates, HookType.REPLACE)
 
-DATA = json.load(open(os.environ["DDTREE_PLUGIN_DATA"]))
+@functools.cache
+def data():
+    return json.load(open(os.environ["DDTREE_PLUGIN_DATA"]))
 
 def candidates(draft_hidden, lm_head, depth, top_k):
     frame = sys._getframe(1)
@@ -65,15 +68,18 @@ def candidates(draft_hidden, lm_head, depth, top_k):
 """
 
 ORACLE = """
-ANSWERS = {tuple(prompt): answer for prompt, answer in DATA}
+@functools.cache
+def answers():
+    return {tuple(prompt): (answer, right) for prompt, answer, right in data()}
 
 def choose(prompt, position, depth, top_k):
-    answer = ANSWERS.get(tuple(prompt), [])[position - len(prompt) + 1:]
+    answer, right = answers().get(tuple(prompt), ([], 0))
+    answer = answer[position - len(prompt) + 1:]
     rng = random.Random(position)
     rows = []
     for d in range(depth):
         row = rng.sample(range(3, 250), top_k)
-        if d < len(answer) and rng.random() < 0.9:
+        if d < len(answer) and rng.random() < right:
             row = [token for token in row if token != answer[d]][: top_k - 1]
             row += [0] * (top_k - 1 - len(row))
             row.insert(rng.choice((0, 0, 0, 1, 2)), answer[d])
@@ -84,7 +90,7 @@ def choose(prompt, position, depth, top_k):
 LIKELY = """
 def choose(prompt, position, depth, top_k):
     place = position - len(prompt) + 1
-    return [DATA[min(place + d, len(DATA) - 1)][:top_k] for d in range(depth)]
+    return [data()[min(place + d, len(data()) - 1)][:top_k] for d in range(depth)]
 """
 
 
@@ -105,7 +111,13 @@ def write_target(directory: Path) -> Path:
     return write(directory, config, shapes, seed=1)
 
 
-def write_drafter(directory: Path, windows: tuple[int | None, ...] = (None,), is_causal: bool | None = None) -> Path:
+def write_drafter(
+    directory: Path,
+    windows: tuple[int | None, ...] = (None,),
+    is_causal: bool | None = None,
+    target_layers: int = LAYERS,
+    taps: tuple[int, ...] = TAPS,
+) -> Path:
     """A drafter with one layer per entry of ``windows``: a sliding window of so many tokens, or full attention.
 
     Where ``is_causal`` is None the config does not say it: sliding layers are then causal, full ones are not.
@@ -116,8 +128,8 @@ def write_drafter(directory: Path, windows: tuple[int | None, ...] = (None,), is
         "model_type": "qwen3",
         "num_hidden_layers": len(windows),
         "block_size": 16,
-        "num_target_layers": LAYERS,
-        "dflash_config": {"mask_token_id": 255, "target_layer_ids": list(TAPS)},
+        "num_target_layers": target_layers,
+        "dflash_config": {"mask_token_id": 255, "target_layer_ids": list(taps)},
     }
     if any(windows):
         config |= {
@@ -128,16 +140,32 @@ def write_drafter(directory: Path, windows: tuple[int | None, ...] = (None,), is
         }
     if is_causal is not None:
         config["is_causal"] = is_causal
-    shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    shapes = {"fc.weight": (HIDDEN, len(taps) * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     norms = {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
     for layer in range(len(windows)):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in {**_block(), **norms}.items()}
     return write(directory, config, shapes, seed=2)
 
 
-def write_oracle(directory: Path, answers: list[tuple[list[int], list[int]]]) -> dict[str, str]:
-    """A plugin that knows the answers to some prompts; the variables that make a server load it."""
-    return _write_plugin(directory, ORACLE, answers)
+Known = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def write_oracle(directory: Path, answers: Known, mostly_wrong: Known = ()) -> dict[str, str]:
+    """A plugin that knows the answers to some prompts; the variables that make a server load it.
+
+    At nine in ten depths the right token is among the candidates, for ``mostly_wrong`` at one in four.
+    """
+    return _write_plugin(directory, ORACLE, _known(answers, mostly_wrong))
+
+
+def write_answers(file: Path, answers: Known, mostly_wrong: Known = ()) -> dict[str, str]:
+    """Other answers for an oracle that is already loaded, and has not been asked yet; the variables that name them."""
+    file.write_text(json.dumps(_known(answers, mostly_wrong)))
+    return {"DDTREE_PLUGIN_DATA": str(file)}
+
+
+def _known(answers: Known, mostly_wrong: Known) -> list[tuple[Sequence[int], Sequence[int], float]]:
+    return [(*known, 0.9) for known in answers] + [(*known, 0.25) for known in mostly_wrong]
 
 
 def _write_plugin(directory: Path, choose: str, data: object) -> dict[str, str]:
