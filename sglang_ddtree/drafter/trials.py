@@ -30,7 +30,7 @@ _MANY, _FINALISTS, _SEVERAL, _COARSE_STEP, _COARSE_DEPTHS = 8, 6, 2, 4, 2
 #: Rows of hidden states that go through the head together: 100 MB of logits for 49,152 tokens.
 _ROWS = 512
 #: Part of a pass's cost that is for the texts; the rest, which grows with positions and depths, is for the head.
-_BASE = 0.1
+_BASE = 0.2
 #: t at the first look below which a value is dropped; one that is as good as the config's falls there once in 50 times.
 _HOPELESS = -2.0
 
@@ -102,7 +102,7 @@ def try_all(
     for setting, values in by_setting.items():
         look = first_looks[setting]
         cost += (min(len(values), _FINALISTS) + len(values) * look.cost) if look else len(values)
-    count = Progress(progress, f"trying other values of {', '.join(by_setting) or 'nothing'}", cost)
+    count = Progress(progress, f"trying {len(others)} other values of {len(by_setting)} settings", cost)
 
     @cache
     def given(look: _Look, seen: int | None) -> Drafts:
