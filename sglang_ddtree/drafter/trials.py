@@ -27,6 +27,10 @@ _DEPTHS = 7
 #: Settings of more values than _MANY (mask tokens, taps) are tried at a few depths first, those of more than _SEVERAL
 #: at all; both on every fourth position. Only what may still be better is tried on all of them.
 _MANY, _FINALISTS, _SEVERAL, _COARSE_STEP, _COARSE_DEPTHS = 8, 6, 2, 4, 2
+#: Rows of hidden states that go through the head together: 100 MB of logits for 49,152 tokens.
+_ROWS = 512
+#: Part of a pass's cost that is for the texts; the rest, which grows with positions and depths, is for the head.
+_BASE = 0.2
 #: t at the first look below which a value is dropped; one that is as good as the config's falls there once in 50 times.
 _HOPELESS = -2.0
 
@@ -91,18 +95,18 @@ def try_all(
     for other in others:
         by_setting.setdefault(other.setting, []).append(other)
     few, shallow = [one[::_COARSE_STEP] for one in anchors], min(_COARSE_DEPTHS, depths)
-    # A look: positions, depths, and what it costs; nearly all of that is the head.
-    whole = _Look(anchors, depths, 1.0)
-    quarter, glance = _Look(few, depths, 1 / _COARSE_STEP), _Look(few, shallow, shallow / depths / _COARSE_STEP)
+    whole, quarter = _Look(anchors, depths, 1.0), _Look(few, depths, _BASE + (1 - _BASE) / _COARSE_STEP)
+    glance = _Look(few, shallow, _BASE + (1 - _BASE) * shallow / depths / _COARSE_STEP)
     first_looks = {s: _first_look(len(v), quarter, glance) for s, v in by_setting.items()}
-    cost = 2.0  # of one pass for the config with each context
+    cost = 2.0  # The config's own passes. What is dropped at the first look makes the rest shorter than that.
     for setting, values in by_setting.items():
         look = first_looks[setting]
         cost += (min(len(values), _FINALISTS) + len(values) * look.cost) if look else len(values)
-    count = Progress(progress, f"trying other values of {', '.join(by_setting) or 'nothing'}", cost)
+    count = Progress(progress, f"trying {len(others)} other values of {len(by_setting)} settings", cost)
 
     @cache
     def given(look: _Look, seen: int | None) -> Drafts:
+        count.add(look.cost)
         return draft(replica, answers, heads, look.anchors, look.depths, context=seen)
 
     def against(other: Alternative, look: _Look, seen: int | None) -> Comparison:
@@ -119,6 +123,7 @@ def try_all(
             first.sort(key=lambda trial: -trial.comparison.t_probability)
             kept = [trial for trial in first[:_FINALISTS] if trial.t > _HOPELESS]
             trials += [trial for trial in first if trial not in kept]
+            count.add(min(len(values), _FINALISTS) - len(kept))
             values = [trial.alternative for trial in kept]
         trials += [Trial(v, against(v, whole, seen), shares) for v in values]
     for number, trial in enumerate(trials):
@@ -133,6 +138,8 @@ def try_all(
 
 @dataclass(frozen=True, eq=False)
 class _Look:
+    """Positions and depths that are compared, and what that costs."""
+
     anchors: Sequence[torch.Tensor]
     depths: int
     cost: float
@@ -190,20 +197,31 @@ def draft(
     replica.set_attention(other.causal or replica.causal, windows)
     depths = min(depths, shape.block_size - 1)
     blocks = heads.blocks if "mask_token_id" not in other.changes else heads.embed
-    right, log_prob, prompt = [], [], []
+    found, wanted, prompt = [], [], []
     try:
         for number, (one, where) in enumerate(zip(answers, anchors, strict=True)):
             if not len(where):
                 continue
             taps = torch.cat([one.states[layer] for layer in shape.target_layer_ids], dim=-1)
             block = block_embeddings(blocks, one.tokens[where[None]].long(), shape)
-            hidden = drafter(drafter.project(taps[None].float()), where[None], block, first_row=1)[0, :, :depths]
-            logits = hidden @ heads.head.T
-            wanted = one.tokens[where[:, None] + torch.arange(1, depths + 1)].long()
-            right.append(logits.argmax(-1) == wanted)
-            log_prob.append(logits.gather(-1, wanted[..., None])[..., 0] - logits.logsumexp(-1))
+            found.append(drafter(drafter.project(taps[None].float()), where[None], block, first_row=1)[0, :, :depths])
+            wanted.append(one.tokens[where[:, None] + torch.arange(1, depths + 1)].long())
             prompt.append(torch.full((len(where),), number))
     finally:
         drafter.shape = original
         replica.set_attention(replica.causal, replica.windows)
-    return Drafts(torch.cat(right), torch.cat(log_prob), torch.cat(prompt))
+    right, log_prob = _through_head(torch.cat(found), torch.cat(wanted), heads.head)
+    return Drafts(right, log_prob, torch.cat(prompt))
+
+
+def _through_head(hidden: torch.Tensor, wanted: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [n, depths, h], tokens [n, depths] -> whether each is the first choice, and its log-probability.
+
+    Many rows at once, or reading the head takes longer than multiplying with it.
+    """
+    right, log_prob = [], []
+    for rows, tokens in zip(hidden.flatten(0, 1).split(_ROWS), wanted.flatten().split(_ROWS), strict=True):
+        logits = rows @ head.T
+        right.append(logits.argmax(-1) == tokens)
+        log_prob.append(logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
+    return torch.cat(right).view_as(wanted), torch.cat(log_prob).view_as(wanted)
