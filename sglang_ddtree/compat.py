@@ -328,6 +328,11 @@ CONTRACT: tuple[Name, ...] = (
         attributes="mambaish_config hybrid_gdn_config attn_dp_size _calculate_mamba_ratio",
     ),
     Name(
+        "sglang.srt.mem_cache.kv_cache_configurator:_pd_prefill_skips_mamba_spec_state",
+        "state_check.py",
+        signature="",
+    ),
+    Name(
         "sglang.srt.configs.mamba_utils:Mamba2StateShape",
         "state_check.py state_deltas.py",
         attributes="temporal num_k_heads_per_tp",
