@@ -249,6 +249,10 @@ def _check_states(args: Any, target: dict[str, Any], verify_width: int) -> None:
         verify_backend=args.linear_attn_verify_backend,
         by_rows=pp_spec_stable_rows_enabled(),
     )
+    if state_form.is_deltas() and is_hybrid(text_config(target)) and args.linear_attn_verify_backend is None:
+        # A tree goes to the Triton kernel anyway. A dummy pass has no links, and where FlashInfer decodes SGLang would
+        # hand it to FlashInfer's kernel, which knows no deltas.
+        args.linear_attn_verify_backend = "triton"
 
 
 def _resolve_attention_backends(args: Any, cpu: bool) -> None:

@@ -293,11 +293,22 @@ CONTRACT: tuple[Name, ...] = (
         attributes="buffers",
     ),
     Name(
-        "sglang.srt.model_executor.model_runner:ModelRunner.max_decode_logits_rows",
+        "sglang.srt.model_executor.model_runner:ModelRunner.decode_num_tokens_per_req",
         "graph_memory.py",
-        signature="self",
-        attributes="attn_backend decode_attention_backend_str device model_config page_size "
-        "prefill_attention_backend_str",
+        signature="self num_draft_tokens",
+        attributes="attn_backend decode_attention_backend_str decode_graph_gather_requirements device "
+        "graph_shared_output model_config page_size prefill_attention_backend_str",
+    ),
+    Name(
+        "sglang.srt.model_executor.runner.base_cuda_graph_runner:get_batch_sizes_to_capture",
+        "graph_memory.py",
+        signature="model_runner captured_req_width gathered_buffer_required",
+    ),
+    Name(
+        "sglang.srt.model_executor.graph_shared_output:GraphSharedOutput",
+        "graph_memory.py",
+        signature="device max_rows",
+        attributes="_logits_buffers",
     ),
     Name(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
@@ -315,6 +326,11 @@ CONTRACT: tuple[Name, ...] = (
         "hooks.py state_check.py",
         signature="self total_rest_memory",
         attributes="mambaish_config hybrid_gdn_config attn_dp_size _calculate_mamba_ratio",
+    ),
+    Name(
+        "sglang.srt.mem_cache.kv_cache_configurator:_pd_prefill_skips_mamba_spec_state",
+        "state_check.py",
+        signature="",
     ),
     Name(
         "sglang.srt.configs.mamba_utils:Mamba2StateShape",
@@ -370,7 +386,7 @@ CONTRACT: tuple[Name, ...] = (
     Name("sglang.srt.speculative.dflash_utils:validate_dflash_request", "hooks.py", signature="req enable_overlap"),
     Name(
         "sglang.srt.runtime_context:get_exec",
-        "attention/flashinfer_backend.py graph_memory.py hooks.py worker.py",
+        "attention/flashinfer_backend.py graph_memory.py hooks.py",
         signature="",
     ),
     Name("sglang.srt.environ:Envs.SGLANG_DFLASH_EAGER_DRAFT_SAMPLER", "folding.py"),

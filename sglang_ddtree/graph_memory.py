@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.utils import get_available_gpu_memory
@@ -38,6 +39,26 @@ def free_bytes(device: torch.device | str) -> int | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     free = get_available_gpu_memory("cuda", index, empty_cache=False) * GIB
     return int(free) + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+
+
+def captured_sizes(runner: Any) -> list[int]:
+    """The batch sizes that SGLang captures graphs of a ``ModelRunner`` for, ascending.
+
+    Those of its configuration, which know nothing of how many requests can run together, cut to that number; as
+    ``DecodeCudaGraphRunner`` asks for them.
+    """
+    sizes, _ = get_batch_sizes_to_capture(
+        runner,
+        runner.decode_num_tokens_per_req(),
+        gathered_buffer_required=any(runner.decode_graph_gather_requirements()),
+    )
+    return list(sizes)
+
+
+def shared_logits_bytes(runner: Any) -> int:
+    """What the verify graphs' logits take already: graphs of the prefill, captured before, write to the same buffer."""
+    shared = runner.graph_shared_output
+    return 0 if shared is None else sum(each.nbytes for each in shared._logits_buffers.values())
 
 
 def require_room(
@@ -120,12 +141,13 @@ def check_verify_graphs(runner: Any, config: DDTreeConfig, free: int | None = No
         DDTreeError: they do not fit.
     """
     model = runner.model_config
-    most = runner.max_decode_logits_rows() // config.verify_width
-    sizes = [bs for bs in get_exec().graph.cuda_graph_config.decode.bs if bs <= most] or [most]
+    sizes = captured_sizes(runner)
     # Of a split pair the prefill backend verifies, unless the user says decode.
     by_decode = get_spec().speculative_attention_mode == "decode"
     backend = runner.decode_attention_backend_str if by_decode else runner.prefill_attention_backend_str
     mask = flashinfer_mask(runner.attn_backend)
+    if free is None and (free := free_bytes(runner.device)) is not None:
+        free += shared_logits_bytes(runner)
 
     def buffers(bs: int) -> list[Buffer]:
         shape = Shape(
@@ -146,7 +168,7 @@ def check_verify_graphs(runner: Any, config: DDTreeConfig, free: int | None = No
         "masks, index buffers and logits of the verify pass take",
         lambda bs: mask_memory.total(buffers(bs)),
         sizes,
-        free_bytes(runner.device) if free is None else free,
+        free,
         ways=["a smaller " + BUDGET_FLAG, "a smaller --context-length"],
     )
     largest = sorted(buffers(max(sizes)), key=lambda each: -each.bytes)[:3]

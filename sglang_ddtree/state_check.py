@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.runtime_context import get_memory, get_schedule, get_spec
 
 from sglang_ddtree import state_form
@@ -34,6 +35,9 @@ def size_states(original: Callable[[Any, float], float], configurator: Any, free
     Raises:
         DDTreeError: not even one request fits, or not all that a fixed size asks for; or the target has no deltas.
     """
+    if kv_cache_configurator._pd_prefill_skips_mamba_spec_state():
+        # A server that only prefills verifies nothing, and its pool has no nodes.
+        return original(configurator, free_gib)
     schedule, spec = get_schedule(), get_spec()
     width = int(spec.speculative_num_draft_tokens)
     stored, deltas = sizes_of(configurator)

@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     enable_num_token_non_padded,
 )
 from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
-from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
@@ -36,6 +36,7 @@ from sglang_ddtree.drafter.files import resolve_model_dir
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.folding import TreeSampler, make_tree_sampler
 from sglang_ddtree.grammar import keep_allowed, root_bitmask
+from sglang_ddtree.graph_memory import captured_sizes
 from sglang_ddtree.metrics import make_metrics
 from sglang_ddtree.penalties import PenaltyTable, has_penalties
 from sglang_ddtree.plugin import hook_groups
@@ -101,9 +102,8 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _maybe_build_draft_sampler(self) -> TreeSampler | None:
         # init_cuda_graphs keeps it as _draft_sampler and captures it behind the draft model.
-        return make_tree_sampler(
-            self._lm_head(), self.tree_config, get_exec().graph.cuda_graph_config.decode.bs, self.device
-        )
+        sizes = captured_sizes(self.draft_model_runner)
+        return make_tree_sampler(self._lm_head(), self.tree_config, sizes, self.device)
 
     def _lm_head(self) -> torch.nn.Module:
         return unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)

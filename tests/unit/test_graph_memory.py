@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from peak_memory import Peak
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.runner import base_cuda_graph_runner
 from sglang.srt.models import dflash
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import common
 
 from sglang_ddtree import folding, graph_memory, graphs, mask_memory
 from sglang_ddtree.config import DDTreeConfig
 from sglang_ddtree.drafting import draft_candidates
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.mask_memory import Shape
+from sglang_ddtree.worker import DDTreeWorker
 
 CONFIG = DDTreeConfig(budget=16, block_size=8, top_k=8)
 MIB = 1 << 20
@@ -84,11 +89,16 @@ def test_logits_that_do_not_fit_are_refused_with_what_does(free: int, fits: list
         graph_memory.check_draft_graph(lm_head, CONFIG, fits, "cpu", free * per_request)
 
 
-def runner(**changes: Any) -> SimpleNamespace:
+def runner(requests: int = 16, **changes: Any) -> SimpleNamespace:
+    """A target's, as far as it is looked at; ``requests`` can run together."""
     model = SimpleNamespace(context_len=4096, num_attention_heads=8, v_head_dim=None, head_dim=64, vocab_size=50_000)
     made = {
         "model_config": model,
-        "max_decode_logits_rows": lambda: 16 * CONFIG.verify_width,
+        "server_args": ServerArgs(model_path="target"),
+        "req_to_token_pool": SimpleNamespace(size=requests),
+        "decode_num_tokens_per_req": lambda: CONFIG.verify_width,
+        "decode_graph_gather_requirements": lambda: (False, False),
+        "graph_shared_output": None,
         "prefill_attention_backend_str": "triton",
         "decode_attention_backend_str": "fa3",
         "attn_backend": SimpleNamespace(verify_mask=None),
@@ -103,7 +113,13 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """SGLang's: batch sizes up to 32, of which 16 requests leave those up to 16."""
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 4, 8, 16, 32])))
     kernel = SimpleNamespace(triton_attention_num_kv_splits=4)
-    monkeypatch.setattr(graph_memory, "get_exec", lambda: SimpleNamespace(graph=graph, kernel=kernel))
+    overlap = SimpleNamespace(enable_two_batch_overlap=False)
+    execution = SimpleNamespace(graph=graph, kernel=kernel, overlap=overlap)
+    flags = SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=False))
+    for module in (graph_memory, base_cuda_graph_runner, common):
+        monkeypatch.setattr(module, "get_exec", lambda: execution)
+    monkeypatch.setattr(base_cuda_graph_runner, "get_flags", lambda: flags)
+    monkeypatch.setattr(common, "get_parallel", lambda: SimpleNamespace(attn_tp_size=2, attn_cp_size=1))
     spec = SimpleNamespace(speculative_attention_mode="prefill")
     monkeypatch.setattr(graph_memory, "get_spec", lambda: spec)
     return spec
@@ -154,9 +170,45 @@ def test_verify_graphs_that_do_not_fit_are_not_captured(
     ):
         graphs.tree_graph_runner_class(Runner)(runner())
     assert not captured
-    small = runner(max_decode_logits_rows=lambda: 8 * CONFIG.verify_width)
+    small = runner(requests=8)
     graphs.tree_graph_runner_class(Runner)(small, attn_backend=None)
     assert captured == [small]
+
+
+@pytest.mark.parametrize(("requests", "largest"), [(5, 5), (16, 16), (100, 32)])
+def test_the_largest_batch_is_that_of_all_requests_that_can_run(
+    settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, requests: int, largest: int
+) -> None:
+    """SGLang chooses its batch sizes by the GPU alone, 256 or 512, and captures those that can be."""
+    asked = []
+    monkeypatch.setattr(graph_memory, "require_room", lambda what, needed, sizes, *_, **__: asked.append(sizes) or 1)
+    graph_memory.check_verify_graphs(runner(requests), CONFIG)
+    worker = SimpleNamespace(
+        draft_model_runner=runner(requests, decode_num_tokens_per_req=lambda: CONFIG.block_size),
+        tree_config=CONFIG,
+        device="cpu",
+        _lm_head=lambda: head(5000),
+    )
+    made = DDTreeWorker._maybe_build_draft_sampler(worker)  # type: ignore[arg-type]
+    assert made is not None and made.trees.batch_size == largest
+    assert [max(sizes) for sizes in asked] == [largest, largest]
+
+
+def test_logits_that_graphs_of_the_prefill_have_allocated_are_not_asked_for_again(
+    settings: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(16, 17, 4096, graphs=5, top_k=8, heads=4, value_dim=64, kv_splits=4, vocab=50_000)
+    (logits,) = mask_memory.verify_logits(shape)
+    rest = start(shape, mask_memory.triton(shape)) - logits.bytes
+    server = runner(graph_shared_output=GraphSharedOutput(device=torch.device("cpu"), max_rows=shape.rows))
+    monkeypatch.setattr(graph_memory, "free_bytes", lambda device: rest)
+    with pytest.raises(DDTreeError):
+        graph_memory.check_verify_graphs(server, CONFIG)
+    assert server.graph_shared_output.get_logits_buffer(50_000, rows=16).nbytes < logits.bytes
+    assert graph_memory.check_verify_graphs(server, CONFIG) == rest + logits.bytes
+    monkeypatch.setattr(graph_memory, "free_bytes", lambda device: rest - 1)
+    with pytest.raises(DDTreeError):
+        graph_memory.check_verify_graphs(server, CONFIG)
 
 
 def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def sized(monkeypatch):
     """SGLang's own division of FREE bytes, through the hook: the slots, and the bytes left for keys and values."""
     from sglang.srt.mem_cache import kv_cache_configurator as sglang
 
-    def divide(form, *, gdn=True, params=None, fixed_slots=None, cache=True, running=100_000):
+    def divide(form, *, gdn=True, params=None, fixed_slots=None, cache=True, running=100_000, only_prefill=False):
         monkeypatch.setenv(state_form.ENV, form)
         spec = Spec(speculative_num_draft_tokens=WIDTH)
         schedule = types.SimpleNamespace(
@@ -160,7 +160,7 @@ def sized(monkeypatch):
             monkeypatch.setattr(module, "get_memory", lambda: memory)
         monkeypatch.setattr(sglang, "get_exec", lambda: types.SimpleNamespace(mamba=mamba))
         monkeypatch.setattr(sglang, "get_context", lambda: context)
-        monkeypatch.setattr(sglang, "_pd_prefill_skips_mamba_spec_state", lambda: False)
+        monkeypatch.setattr(sglang, "_pd_prefill_skips_mamba_spec_state", lambda: only_prefill)
         original = sglang.KVCacheConfigurator._handle_max_mamba_cache
         left = state_check.size_states(original, Configurator(params or pool_params(), gdn), FREE / GIB)
         assert spec.speculative_num_draft_tokens == WIDTH
@@ -203,6 +203,16 @@ def test_what_deltas_free_goes_to_keys_and_values_where_requests_are_fixed(sized
     _, deltas_left = sized("deltas", fixed_slots=30)
     stored, deltas = (total_bytes(of_form(form), WIDTH, 10, SLOTS) for form in ("stored", "deltas"))
     assert deltas_left - stored_left == pytest.approx(stored - deltas, abs=1)
+
+
+@pytest.mark.parametrize("form", ["stored", "deltas"])
+def test_a_server_of_prefills_alone_keeps_nothing_of_nodes(sized, form):
+    """Where prefill and decoding are on two servers, SGLang's pool for the first has no states of nodes."""
+    requests = {"cache": False, "running": 1000}
+    with pytest.raises(DDTreeError, match="states of 1000 requests"):
+        sized("stored", **requests)
+    slots, left = sized(form, **requests, only_prefill=True)
+    assert slots == 1000 and FREE - left == pytest.approx(of_form("stored").state * 1001, abs=1)
 
 
 def test_the_sums_are_the_pools(sized):

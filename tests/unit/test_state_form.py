@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
@@ -118,3 +120,24 @@ def test_a_device_that_this_torch_does_not_know_is_refused():
         torch.device("npu")
     with pytest.raises(DDTreeError, match="device 'npu' does not run"):
         check(device="npu")
+
+
+def test_passes_without_links_are_verified_with_deltas_too(monkeypatch):
+    """SGLang's dummy passes (FlashInfer's autotune) have no tree; its rule gives those to FlashInfer's kernel where the
+    decode kernel is FlashInfer's, which SM100 with states in bfloat16 has by default, and that one knows no deltas."""
+    from sglang.srt.arg_groups.overrides import record_foreign_defaults, resolving_view
+    from sglang.srt.layers.attention.linear import utils
+
+    def verify_kernel(config, **changes):
+        server = ServerArgs(model_path="target", device="cuda", **changes)
+        record_foreign_defaults(server, "DDTREE", lambda args: algorithm._check_states(args, config, 33))
+        monkeypatch.setattr(utils, "get_exec", lambda: SimpleNamespace(mamba=resolving_view(server)))
+        return utils.resolve_linear_attn_backends().verify.value
+
+    assert verify_kernel(DELTA_NET, linear_attn_decode_backend="flashinfer") == "triton"
+    assert verify_kernel(DELTA_NET, linear_attn_backend="flashinfer") == "triton"
+    # What SGLang does without deltas stays.
+    no_states = {"model_type": "qwen3", "num_hidden_layers": 4}
+    assert verify_kernel(no_states, linear_attn_decode_backend="flashinfer") == "flashinfer"
+    monkeypatch.setenv(state_form.ENV, "stored")
+    assert verify_kernel(DELTA_NET, linear_attn_decode_backend="flashinfer") == "flashinfer"
