@@ -121,7 +121,10 @@ def push(source: Path, to: str, *, ssh: str, remote_target: str | None, dry_run:
     read_header(source)  # A damaged file or a missing shard is told before hours of copying.
     size = sum(path.stat().st_size for path in files)
     destination = parse_destination(to, source.resolve().name)
-    shell = shlex.split(ssh) or ["ssh"]
+    try:
+        shell = shlex.split(ssh) or ["ssh"]
+    except ValueError as error:
+        raise DDTreeError(f"--ssh {ssh!r} is not a command line: {error}.") from None
     staged = destination.staging + (f"/{source.name}" if source.is_file() else "")
 
     def remote(script: str, *args: str) -> list[str]:

@@ -231,6 +231,12 @@ def test_bad_destinations(text):
         parse_destination(text, "name")
 
 
+def test_an_ssh_command_that_is_none(drafter, capsys):
+    assert main(["push", str(drafter), "nowhere.invalid:x", "--ssh", "ssh '", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert "is not a command line" in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
 def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
     weights = drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
