@@ -36,7 +36,7 @@ def choose() -> ThreadPlan:
         text = os.environ.get(name, "").strip()
         if not text:
             continue
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             if name == ENV:
                 raise ValueError(f"{ENV} must be a positive whole number, got {text!r}.")
             continue
