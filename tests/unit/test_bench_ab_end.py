@@ -227,7 +227,7 @@ def test_a_server_that_is_not_there(tmp_path, monkeypatch, capsys):
     argv = ["run", "--arm", "a=http://127.0.0.1:9", "--sets", "--files", str(tmp_path / "q.jsonl")]
     assert cli.main([*argv, "--out", str(tmp_path / "r")]) == 1
     captured = capsys.readouterr()
-    assert "the warm-up failed" in captured.err and captured.out.startswith("UNFINISHED")
+    assert "the warm-up failed at http://127.0.0.1:9: " in captured.err and captured.out.startswith("UNFINISHED")
     # Nothing was measured, so nothing is in the way of the next try.
     assert not (tmp_path / "r.json").exists()
     assert cli.main([*argv, "--out", str(tmp_path / "r")]) == 1
