@@ -5,7 +5,7 @@
 # of disk, and 15 GB of free memory for three servers at once (5 GB one at a time). Nothing is left running.
 #
 #   --dtype float32|bfloat16  default float32, in which all three must give the same tokens
-#   --budget N                tree nodes below the root (default 8)
+#   --budget N                tree nodes below the root (default 4)
 #   --prompts N --tokens N    size of the comparison (default 6 prompts x 64 tokens)
 #   --port N                  port of the DDTREE server on 127.0.0.1 (default: a free one)
 #   --one-at-a-time           one server at a time; so by itself where memory is short

@@ -13,7 +13,7 @@ cache=${SGLANG_DDTREE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sglang-ddtree}
 python=""
 while [ $# -gt 0 ]; do
   case "$1" in
-    --python) python=$2; shift 2 ;;
+    --python) [ $# -ge 2 ] || { echo "env.sh: --python needs a value" >&2; exit 2; }; python=$2; shift 2 ;;
     -h|--help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "env.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
@@ -24,6 +24,7 @@ if [ -z "$python" ]; then
   python=$(command -v python3.11 || command -v python3 || true)
   [ -n "$python" ] || { echo "env.sh: no python3 found; install Python 3.11" >&2; exit 1; }
 fi
+"$python" -c '' 2>/dev/null || { echo "env.sh: $python is no Python that runs; give another one with --python" >&2; exit 1; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "env.sh: $python is older than Python 3.11; give another one with --python" >&2; exit 1; }
 "$python" -c 'import venv, ensurepip' 2>/dev/null || {

@@ -16,7 +16,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NoReturn
 
 from sglang_ddtree import __version__, flags, memory_report
-from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.errors import DDTreeError, of_the_system
 from sglang_ddtree.patching import cli as patching
 
 CPU_PLATFORM = "ddtree_cpu"
@@ -51,14 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bench(args[1:])
     parser = build_parser()
     options = parser.parse_args(args)
-    if options.command == "patch":
+    if options.command in ("patch", "memory"):
         try:
-            return patching.run(options)
-        except DDTreeError as error:
-            print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
+            return patching.run(options) if options.command == "patch" else memory_report.run(options)
+        except (DDTreeError, OSError) as error:
+            text = of_the_system(error) if isinstance(error, OSError) else one_line(error)
+            print(f"sglang-ddtree {options.command}: error: {text}", file=sys.stderr)
             return 2
-    if options.command == "memory":
-        return memory_report.run(options, parser)
     if (options.model is None) != (options.drafter is None):
         parser.error("give --model and --drafter together")
 
@@ -101,13 +100,20 @@ def serve(argv: Sequence[str]) -> int:
         return 2
 
     pick_platform(os.environ)
-    from sglang.launch_server import run_server
+    try:
+        from sglang.launch_server import run_server
+    except RuntimeError as error:
+        # SGLang chooses its platform while it is imported.
+        if "SGLANG_PLATFORM" not in str(error):
+            raise
+        print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
+        return 2
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    server_args = None
+    server_args, refusal = None, None
     try:
         with argument_errors_as_exceptions():
             server_args = prepare_server_args(argv)
@@ -116,10 +122,13 @@ def serve(argv: Sequence[str]) -> int:
         bad_arguments = server_args is None or getattr(server_args, "_resolution_failed", False)
         if not bad_arguments and not isinstance(error, DDTreeError):
             raise
-        print(f"sglang-ddtree: error: {one_line(error)}", file=sys.stderr)
-        return 2
+        refusal = one_line(error)
     finally:
+        # It logs, and the error is to be the last line.
         kill_process_tree(os.getpid(), include_parent=False)
+    if refusal is not None:
+        print(f"sglang-ddtree: error: {refusal}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -28,6 +28,7 @@ DEFAULT_BUDGET_CPU = 4
 DEFAULT_TOP_K = 8
 MAX_BUDGET = 256
 MAX_TOP_K = 32
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 2, 64
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,6 @@ def resolve_block_size(flag: int | None, drafter: int | None) -> int:
         )
     block_size = drafter if drafter is not None else flag
     assert block_size is not None
-    if not 2 <= block_size <= 64:
-        raise DDTreeError(f"block size must be between 2 and 64, got {block_size}.")
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise DDTreeError(f"block size must be between {MIN_BLOCK_SIZE} and {MAX_BLOCK_SIZE}, got {block_size}.")
     return block_size

@@ -21,7 +21,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sglang_ddtree import __version__, compat
-from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.errors import DDTreeError, of_the_system
+
+_VARIABLES = "SGLANG_DDTREE_"
+#: Not a server's: where the scripts keep environments and downloads, and what workers are told.
+_OTHER_VARIABLES = {"SGLANG_DDTREE_CACHE", "SGLANG_DDTREE_ACTIVE"}
 
 #: SGLang's own.
 DEFAULT_PORT = 30000
@@ -77,6 +81,7 @@ def all_checks(model: str | None, drafter: str | None, port: int = DEFAULT_PORT)
         yield plugin
         if plugin.ok:
             yield check_hooks()
+    yield check_variables()
     yield check_torch()
     yield check_device()
     if _on_our_cpu_platform():
@@ -225,14 +230,46 @@ def _check_hooks() -> Check:
 
 def check_port(port: int) -> Check:
     """Whether a server could listen there, on SGLang's default address."""
+    if not 1 <= port <= 65535:
+        return Check("port", False, f"{port} is no port: they go from 1 to 65535", "serve with another --port")
     with socket.socket() as probe:
         # As servers do: a port whose last connections linger is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             return Check("port", False, f"{port} cannot be used: {error}", "serve with another --port")
     return Check("port", True, f"{port} is free")
+
+
+def check_variables() -> Check:
+    """``SGLANG_DDTREE_*``: values that a server would refuse, and names that nothing reads."""
+    return _guarded("variables", "see docs/flags.md", _check_variables)
+
+
+def _check_variables() -> Check:
+    from sglang_ddtree import config, flags, state_form
+    from sglang_ddtree.attention import flashinfer_choice
+    from sglang_ddtree.cpu import linear_choice
+
+    mine = sorted(name for name in os.environ if name.startswith(_VARIABLES))
+    readers: list[Callable[[], object]] = [
+        lambda: config.resolve_budget(None, config.DEFAULT_BUDGET),
+        state_form.wanted,
+        flashinfer_choice.wanted,
+    ]
+    if _on_our_cpu_platform():
+        readers.append(linear_choice.packed_is_wanted)
+    for read in readers:
+        try:
+            read()
+        except DDTreeError as error:
+            return Check("variables", False, str(error), "correct it or unset it")
+    known = {flag.name for flag in flags.VARIABLES} | _OTHER_VARIABLES
+    if unknown := [name for name in mine if name not in known]:
+        there_are = ", ".join(sorted(name for name in known if name.startswith(_VARIABLES)))
+        return Check("variables", True, f"nothing reads {', '.join(unknown)}", f"there are {there_are}")
+    return Check("variables", True, ", ".join(f"{name}={os.environ[name]}" for name in mine) or "none set")
 
 
 def check_torch() -> Check:
@@ -286,7 +323,7 @@ def check_bf16() -> Check:
 
 
 def _check_bf16() -> Check:
-    from sglang_ddtree.cpu.linear import ENV, packed_is_wanted
+    from sglang_ddtree.cpu.linear_choice import ENV, packed_is_wanted
 
     native = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in cpu_flags()]
     detail = f"native ({', '.join(native)})" if native else "no bfloat16 instructions in this CPU"
@@ -380,8 +417,8 @@ def check_drafter(model: str, drafter: str) -> list[Check]:
     try:
         draft_dir = resolve_model_dir(drafter, weights=True)
         target_dir = resolve_model_dir(model)
-    except DDTreeError as error:
-        return [_from_error("drafter", str(error))]
+    except (DDTreeError, OSError) as error:
+        return [_from_error("drafter", of_the_system(error) if isinstance(error, OSError) else str(error))]
     found = findings(draft_dir, target_dir)
     if not found:
         return [Check("drafter", True, f"{drafter} fits {model}")]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ddtree import mask_memory, state_memory
-from sglang_ddtree.config import MAX_BUDGET
+from sglang_ddtree.config import MAX_BLOCK_SIZE, MAX_BUDGET, MIN_BLOCK_SIZE
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.mask_memory import Buffer, Shape
+from sglang_ddtree.target import text_config
 
 Rows = list[tuple[str, ...]]
 
@@ -20,8 +22,8 @@ def captured_sizes(largest: int) -> int:
 
     As ``arg_groups/cuda_graph_hook.py: generate_decode_cuda_graph_batch_sizes``.
     """
-    sizes = {*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8), *range(272, largest + 1, 16)}
-    return len({size for size in sizes if size < largest} | {largest})
+    steps = (range(1, 9), range(10, 33, 2), range(40, 65, 4), range(72, 257, 8), range(272, max(272, largest), 16))
+    return sum(bisect.bisect_left(sizes, largest) for sizes in steps) + 1
 
 
 def flashinfer_table(shape: Shape, block_size: int) -> tuple[tuple[str, ...], Rows]:
@@ -88,13 +90,15 @@ def read_delta_net(target: str, state_dtype: str | None) -> state_memory.DeltaNe
     Raises:
         DDTreeError: there is none, or it is not a Gated DeltaNet's.
     """
-    config = read_config(resolve_model_dir(target))
+    text = text_config(read_config(resolve_model_dir(target)))
     try:
-        return state_memory.DeltaNet.of_config({**config, **(config.get("text_config") or {})}, state_dtype)
+        return state_memory.DeltaNet.of_config(text, state_dtype)
     except KeyError as error:
         raise DDTreeError(
             f"{target} is not a Gated DeltaNet target: its config.json has no {error.args[0]}: leave --target out."
         ) from None
+    except DDTreeError as error:
+        raise DDTreeError(f"{target}/config.json: {error}") from None
 
 
 def size(count: int) -> str:
@@ -129,32 +133,54 @@ def _side_by_side(columns: Sequence[Sequence[Buffer]]) -> Rows:
 def add_parser(commands: Any) -> None:
     """``memory`` on the command line of ``sglang-ddtree``."""
     parser = commands.add_parser("memory", help="memory of masks, indices and plans for a batch, width and context")
-    parser.add_argument("--requests", type=int, default=48, metavar="N", help="largest captured batch (%(default)s)")
-    parser.add_argument("--budget", type=int, default=64, metavar="N", help="tree nodes below the root (%(default)s)")
-    parser.add_argument("--context", type=int, default=40960, metavar="N", help="context length (%(default)s)")
-    parser.add_argument("--page-size", type=int, default=1, metavar="N", help="SGLang's (%(default)s)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="the drafter's (%(default)s)")
-    parser.add_argument("--vocab", type=int, default=151936, metavar="N", help="size of the vocabulary (%(default)s)")
-    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads on one GPU (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a value (%(default)s)")
+
+    def number(name: str, default: int, help: str, low: int = 1, high: int | None = None) -> None:
+        kind = _whole_number(low, high)
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{help} (%(default)s)")
+
+    number("--requests", 48, "largest captured batch")
+    number("--budget", 64, "tree nodes below the root", high=MAX_BUDGET)
+    number("--context", 40960, "context length")
+    number("--page-size", 1, "SGLang's")
+    number("--block-size", 16, "the drafter's", MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    number("--vocab", 151936, "size of the vocabulary")
+    number("--heads", 32, "query heads on one GPU")
+    number("--head-dim", 128, "size of a value")
     parser.add_argument("--target", metavar="DIR", help="a Gated DeltaNet target: its states too, stored and as deltas")
-    parser.add_argument("--tp-size", type=int, default=1, metavar="N", help="GPUs that share its states (%(default)s)")
+    number("--tp-size", 1, "GPUs that share its states")
     parser.add_argument(
         "--mamba-ssm-dtype", choices=("float32", "bfloat16", "float16"), help="type of its states (config.json's)"
     )
 
 
-def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the tables as Markdown; 0."""
-    numbers = (options.requests, options.context, options.page_size, options.block_size, options.heads, options.vocab)
-    if min(*numbers, options.head_dim, options.tp_size) < 1:
-        parser.error("all numbers must be at least 1")
-    if not 1 <= options.budget <= MAX_BUDGET:
-        parser.error(f"--budget must be between 1 and {MAX_BUDGET}")
-    try:
-        net = read_delta_net(options.target, options.mamba_ssm_dtype) if options.target else None
-    except DDTreeError as error:
-        parser.error(str(error))
+def _whole_number(low: int, high: int | None) -> Callable[[str], int]:
+    """An argparse type."""
+    bounds = f"between {low} and {high}" if high else f"of at least {low}"
+
+    def parse(text: str) -> int:
+        # More digits than any size has would take Python long, or be refused by it.
+        value = int(text) if text.isdecimal() and len(text) < 16 else 0
+        if value < low or (high and value > high):
+            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, got {text[:20]!r}")
+        return value
+
+    return parse
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables as Markdown; 0.
+
+    Raises:
+        DDTreeError: ``--target`` is no Gated DeltaNet target, or ``--tp-size`` does not divide it.
+    """
+    net = None
+    if options.target is not None:
+        net = read_delta_net(options.target, options.mamba_ssm_dtype)
+        if net.key_heads % options.tp_size or net.value_heads % options.tp_size:
+            raise DDTreeError(
+                f"--tp-size {options.tp_size} does not divide the {net.key_heads} key and {net.value_heads} value "
+                f"heads of {options.target}: give one that does."
+            )
     shape = Shape(
         requests=options.requests,
         width=options.budget + 1,

@@ -14,7 +14,7 @@ import torch
 
 from sglang_ddtree.errors import DDTreeError
 from sglang_ddtree.state_memory import DeltaNet
-from sglang_ddtree.target import is_hybrid
+from sglang_ddtree.target import is_hybrid, text_config
 from sglang_ddtree.tree.kernels import dispatch
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def check(config: dict[str, Any], *, device: str, width: int, verify_backend: st
     """
     if wanted() == STORED:
         return
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_config(config)
     if not is_hybrid(text):
         logger.warning("%s=%s has no effect: this target keeps no recurrent states.", ENV, DELTAS)
         return

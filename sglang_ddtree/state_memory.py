@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ddtree.errors import DDTreeError
+
 GIB = 1 << 30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -69,18 +71,25 @@ class DeltaNet:
 
         Raises:
             KeyError: it is not the config of a Gated DeltaNet model.
+            DDTreeError: it is, with a value that cannot be.
         """
-        kinds = text.get("layer_types")
-        layers = text["num_hidden_layers"]
-        linear = kinds.count("linear_attention") if kinds else layers - layers // text["full_attention_interval"]
+        layers, kinds = _count(text, "num_hidden_layers"), text.get("layer_types")
+        if not isinstance(kinds, list | None):
+            raise DDTreeError(f"layer_types must be a list, got {kinds!r}.")
+        linear = (
+            kinds.count("linear_attention") if kinds else layers - layers // _count(text, "full_attention_interval")
+        )
+        dtype = state_dtype or text.get("mamba_ssm_dtype") or "float32"
+        if not isinstance(dtype, str) or dtype not in _BYTES:
+            raise DDTreeError(f"mamba_ssm_dtype must be one of {', '.join(_BYTES)}, got {dtype!r}.")
         return cls(
             layers=linear,
-            key_heads=text["linear_num_key_heads"],
-            value_heads=text["linear_num_value_heads"],
-            key_dim=text["linear_key_head_dim"],
-            value_dim=text["linear_value_head_dim"],
-            kernel=text["linear_conv_kernel_dim"],
-            state_bytes=_BYTES[state_dtype or text.get("mamba_ssm_dtype") or "float32"],
+            key_heads=_count(text, "linear_num_key_heads"),
+            value_heads=_count(text, "linear_num_value_heads"),
+            key_dim=_count(text, "linear_key_head_dim"),
+            value_dim=_count(text, "linear_value_head_dim"),
+            kernel=_count(text, "linear_conv_kernel_dim"),
+            state_bytes=_BYTES[dtype],
         )
 
     def sizes(self, tp_size: int = 1, *, deltas: bool = False) -> StateSizes:
@@ -94,6 +103,13 @@ class DeltaNet:
         heads = self.key_heads // tp_size, self.value_heads // tp_size
         delta = delta_bytes(self.layers, *heads, self.key_dim, self.value_dim)
         return StateSizes(state, self.layers * window // tp_size + delta)
+
+
+def _count(text: dict[str, Any], name: str) -> int:
+    value = text[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DDTreeError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    return value
 
 
 #: As its config.json is believed to be (docs/qwen3.6-27b.md says so).

@@ -52,8 +52,15 @@ def check_target(config: dict[str, Any], cpu: bool) -> None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with its text part on top, which holds what is asked here."""
-    return {**config, **(config.get("text_config") or {})}
+    """A ``config.json`` with its text part on top, which holds what is asked here.
+
+    Raises:
+        DDTreeError: that part is no JSON object.
+    """
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise DDTreeError(f"text_config in the target's config.json must be a JSON object, got {type(text).__name__}.")
+    return {**config, **text}
 
 
 def has_sliding_window(text: dict[str, Any]) -> bool:

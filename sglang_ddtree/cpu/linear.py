@@ -10,7 +10,6 @@ torch's product, so that no checkpoint is silently rounded.
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache, partial
 
 import torch
@@ -18,22 +17,11 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from sglang_ddtree.cpu.linear_choice import ENV, packed_is_wanted
+
 logger = logging.getLogger(__name__)
 
-ENV = "SGLANG_DDTREE_CPU_LINEAR"  # "packed" (default where FBGEMM exists) or "torch"
 _TOLERANCE = 2.0**-24
-
-
-def packed_is_available() -> bool:
-    engines = torch.backends.quantized.supported_engines
-    return "fbgemm" in engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
-
-
-def packed_is_wanted() -> bool:
-    choice = os.environ.get(ENV, "packed" if packed_is_available() else "torch")
-    if choice not in ("packed", "torch"):
-        raise ValueError(f"{ENV} must be packed or torch, got {choice!r}.")
-    return choice == "packed"
 
 
 def pack(weight: torch.Tensor) -> object | None:

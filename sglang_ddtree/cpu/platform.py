@@ -35,6 +35,7 @@ class DDTreeCpuPlatform(CpuSRTPlatform):
         from sglang_ddtree.cpu import setup
 
         setup.extend_choices()
+        setup.check_linear()
         setup.fix_threads()
         server_args.device = "cpu"
         server_args.disable_cuda_graph = True

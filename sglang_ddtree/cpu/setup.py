@@ -53,6 +53,13 @@ def init_layers() -> None:
     layers.register()
 
 
+def check_linear() -> None:
+    """A wrong ``SGLANG_DDTREE_CPU_LINEAR`` is told now, not by a worker that has loaded the model."""
+    from sglang_ddtree.cpu.linear_choice import packed_is_wanted
+
+    packed_is_wanted()
+
+
 def fix_threads() -> None:
     """Choose the workers' thread count in the launching process, before SGLang's own processes keep the cores busy."""
     from sglang_ddtree.cpu.threads import ENV, choose

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_ddtree.errors import DDTreeError
+
 ENV = "SGLANG_DDTREE_CPU_THREADS"
 #: A core counts as busy when it spends more than this share of the probe on something else.
 _BUSY = 0.35
@@ -30,15 +32,15 @@ def choose() -> ThreadPlan:
     """The thread count from ``SGLANG_DDTREE_CPU_THREADS``, else ``OMP_NUM_THREADS``, else the free cores.
 
     Raises:
-        ValueError: ``SGLANG_DDTREE_CPU_THREADS`` is not a positive whole number.
+        DDTreeError: ``SGLANG_DDTREE_CPU_THREADS`` is not a positive whole number.
     """
     for name in (ENV, "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").strip()
         if not text:
             continue
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             if name == ENV:
-                raise ValueError(f"{ENV} must be a positive whole number, got {text!r}.")
+                raise DDTreeError(f"{ENV} must be a positive whole number, got {text!r}.")
             continue
         return ThreadPlan(int(text), f"{name}={text}")
     allowed = sorted(os.sched_getaffinity(0))

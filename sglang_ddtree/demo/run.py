@@ -22,6 +22,8 @@ from sglang_ddtree.bench.prompts import SETS, Prompt, load_prompts
 from sglang_ddtree.config import DEFAULT_BUDGET_CPU, MAX_BUDGET
 from sglang_ddtree.demo.model import prepare_target
 from sglang_ddtree.demo.packages import PackageError, cache_dir
+from sglang_ddtree.doctor import check_port
+from sglang_ddtree.errors import DDTreeError
 
 QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it in one sentence."
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compare.stop_on_signals(say)
     try:
         return demo(options)
-    except (server.ServerError, PackageError, FileNotFoundError, OpenAIError) as error:
+    except (server.ServerError, PackageError, DDTreeError, FileNotFoundError, OpenAIError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
 
@@ -60,6 +62,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--budget must be between 1 and {MAX_BUDGET}")
     if options.prompts < 1 or options.tokens < 2:
         parser.error("--prompts must be at least 1 and --tokens at least 2")
+    if options.port is not None and not (port := check_port(options.port)).ok:
+        parser.error(f"--port {port.detail}")
     return options
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_ddtree.errors import DDTreeError
+from sglang_ddtree.errors import DDTreeError, of_the_system
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,9 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DDTreeError as error:
         print(f"sglang-ddtree drafter {options.command}: error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # Paths that the system refuses: too long, no permission on the way, a bad disk.
-        where = f"{str(error.filename)[:200]}: " if error.filename is not None else ""
-        print(f"sglang-ddtree drafter {options.command}: error: {where}{error.strerror or error}.", file=sys.stderr)
+    except OSError as error:
+        print(f"sglang-ddtree drafter {options.command}: error: {of_the_system(error)}", file=sys.stderr)
         return 2
 
 

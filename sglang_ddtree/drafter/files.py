@@ -30,6 +30,8 @@ def resolve_model_dir(path: str, revision: str | None = None, *, weights: bool =
     Raises:
         DDTreeError: nothing there, not a model directory, or a hub id that can be found neither locally nor online.
     """
+    if not path:  # to pathlib the working directory
+        raise DDTreeError("an empty name is no model: give a model directory or a Hugging Face hub id (owner/name).")
     local = Path(path).expanduser()
     if local.is_file():
         # SGLang takes a .gguf file; what it holds is described by the config beside it.

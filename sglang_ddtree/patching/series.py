@@ -58,7 +58,7 @@ def select(patches: tuple[Patch, ...], wanted: list[str]) -> frozenset[str]:
     for word in wanted:
         word = word.removesuffix(".patch")
         found = [
-            p.name for p in patches if word == p.name or (word.isdigit() and p.name.startswith(f"{int(word):04}-"))
+            p.name for p in patches if word == p.name or (word.isdecimal() and p.name.startswith(f"{int(word):04}-"))
         ]
         if not found:
             raise DDTreeError(f"there is no patch {word}: choose from {', '.join(p.name for p in patches)}")

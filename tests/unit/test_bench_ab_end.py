@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from sglang_ddtree.bench.ab import cli, store
+from sglang_ddtree.bench.ab.config import Arm, Settings
+from sglang_ddtree.bench.ab.run import head
 
 HERE = Path(__file__).parent
 
@@ -123,6 +125,12 @@ def test_a_signal_leaves_the_finished_part_and_no_server(tmp_path, fake_sglang, 
         ("[[arm]]\nurl = 'http://x'", "needs a name"),
         ("[[arm]]\nname = 'a'\nport = 1", "unknown key 'port'"),
         ("[[arm]]\nname = 'a'\nurl = 'x:1'", "no http address"),
+        ("[[arm]]\nname = 'a'\nurl = 'http://'", "no http address"),
+        ("[[arm]]\nname = 'a'\nurl = 'http://x:port'", "no http address"),
+        ("[[arm]]\nname = 'a'\nurl = 'http://[::1'", "no http address"),
+        ("[[arm]]\nname = 'a'\nurl = 'http://a b'", "no http address"),
+        ("rates = [nan]\n[[arm]]\nname = 'a'", "must be positive"),
+        ("rates = [inf]\n[[arm]]\nname = 'a'", "must be positive"),
         ("[[arm]]\nname = 'a'\n[[arm]]\nname = 'a'", "same name"),
         ("reference = 'b'\n[[arm]]\nname = 'a'", "none of the arms"),
         ("concurrency = [0]\n[[arm]]\nname = 'a'", "must be positive"),
@@ -137,6 +145,64 @@ def test_bad_settings_are_one_line(tmp_path, monkeypatch, capsys, text, message)
     assert cli.main(["run", str(tmp_path / "ab.toml"), "--out", str(tmp_path / "r")]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and message in err and err.startswith("sglang-ddtree bench: error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--common", "'"], "--common: No closing quotation"),
+        (["--out", ""], "--out needs a name"),
+        (["--target", "/nowhere/gone"], "/nowhere/gone does not exist"),
+        (["--drafter", "/nowhere/gone"], "/nowhere/gone does not exist"),
+        (["--budgets", "8", "0"], "must be between 1 and 256"),
+        (["--budgets", "many"], "must be a whole number of tree nodes"),
+    ],
+)
+def test_bad_flags_are_one_line(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(cli, "stop_on_signals", lambda say: None)
+    try:
+        code = cli.main(["run", "--out", str(tmp_path / "r"), *flags])
+    except SystemExit as exit_:
+        code = exit_.code
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and message in line and line.startswith("sglang-ddtree bench")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("head", "settings"), None, "settings in head"),
+        (("head", "settings", "tokens"), "many", "tokens in settings"),
+        (("head", "reference"), 3, "reference in head"),
+        (("head",), [1], "head of a Result"),
+        (("arms",), [], "arms of a Result"),
+        (("cells", 0, "arm"), "b", "'b', which is none of the arms"),
+        (("notes",), None, "notes of a Result"),
+        (("cells", 0, "seconds"), "long", "seconds of a Cell"),
+        (("cells", 0, "seconds"), 0, "took 0 seconds"),
+        (("cells", 0, "requests", 0, "tokens"), "7", "tokens of a Request"),
+        (("cells", 0, "requests", 0, "gaps"), None, "gaps of a Request"),
+        (("cells", 0, "requests", 0, "unknown"), 1, "unexpected keyword"),
+    ],
+)
+def test_a_result_with_another_value_is_one_line(tmp_path, capsys, where, value, message):
+    path = tmp_path / "r.json"
+    arm = Settings(arms=(Arm("a"),))
+    cell = store.Cell("a", "q", "c1", 0, 1.0, True, [store.Request("q/1", 0.0, 1.0)])
+    about = {"a": {"flags": [], "url": "", "model": "default", "info": None}}
+    store.write(path, store.Result(head(arm, "bench run", {}), about, cells=[cell], complete=True))
+    assert cli.main(["report", str(path)]) == 0
+    data = json.loads(path.read_text())
+    inner = data
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = value
+    path.write_text(json.dumps(data))
+    capsys.readouterr()
+    assert cli.main(["compare", str(path), str(path)]) == cli.main(["report", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 2 and message in captured.err
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1"}', '{"schema": "sglang-ddtree-bench/1"}', "\xff"])
@@ -161,4 +227,7 @@ def test_a_server_that_is_not_there(tmp_path, monkeypatch, capsys):
     argv = ["run", "--arm", "a=http://127.0.0.1:9", "--sets", "--files", str(tmp_path / "q.jsonl")]
     assert cli.main([*argv, "--out", str(tmp_path / "r")]) == 1
     captured = capsys.readouterr()
-    assert "the warm-up failed" in captured.err and captured.out.startswith("UNFINISHED")
+    assert "the warm-up failed at http://127.0.0.1:9: " in captured.err and captured.out.startswith("UNFINISHED")
+    # Nothing was measured, so nothing is in the way of the next try.
+    assert not (tmp_path / "r.json").exists()
+    assert cli.main([*argv, "--out", str(tmp_path / "r")]) == 1

@@ -114,7 +114,8 @@ def test_prompt_files(tmp_path):
     assert read("c.jsonl", json.dumps({"messages": turns})) == [("c/1", "c", [system, *asked])]
     share = [{"id": "x", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "old"}]}]
     assert read("d.json", json.dumps(share)) == [("d/x", "d", asked)]
-    for bad in ("", "{}", "no", "[1]", '{"messages": [{"role": "robot", "content": "x"}]}'):
+    strange = ('{"messages": "hi"}', '{"messages": {"a": 1}}', '{"conversations": [1, 2]}', '{"turns": 3}')
+    for bad in ("", "{}", "no", "[1]", '{"messages": [{"role": "robot", "content": "x"}]}', *strange):
         with pytest.raises(ConfigError):
             read("e.jsonl", bad)
 

@@ -108,3 +108,18 @@ def test_demo_stops_what_runs_when_a_server_does_not_start(fleet, monkeypatch, c
     assert demo.main(["--prompts", "1"]) == 1
     assert fleet.events == ["start DDTREE-4", "stop DDTREE-4"]
     assert "status 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["0", "99999"])
+def test_the_demo_starts_nothing_on_a_port_that_is_none(fleet, capsys, port):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--port", port])
+    assert stopped.value.code == 2 and f"--port {port} is no port" in capsys.readouterr().err
+    assert fleet.events == []
+
+
+def test_the_demo_with_wrong_threads(fleet, capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_DDTREE_CPU_THREADS", "abc")
+    assert demo.main([]) == 1
+    assert "demo: SGLANG_DDTREE_CPU_THREADS must be a positive whole number" in capsys.readouterr().err
+    assert fleet.events == []

@@ -119,6 +119,17 @@ def test_serve_hands_the_flags_over(fake_sglang):
     assert fake_sglang.seen == ["plugins", "prepare", "run", "kill"]
 
 
+def test_serve_on_a_platform_that_is_not_there(fake_sglang, monkeypatch, capsys):
+    class Unplaced(types.ModuleType):
+        def __getattr__(self, name):  # as sglang.srt.platforms raises while sglang.launch_server is imported
+            raise RuntimeError("SGLANG_PLATFORM='x' not found in discovered platform plugins")
+
+    monkeypatch.setitem(sys.modules, "sglang.launch_server", Unplaced("sglang.launch_server"))
+    assert cli.main(["serve", "m"]) == 2
+    assert capsys.readouterr().err.startswith("sglang-ddtree: error: SGLANG_PLATFORM='x' not found")
+    assert fake_sglang.seen == []
+
+
 def test_serve_takes_the_model_as_first_argument(fake_sglang):
     handed = []
     fake_sglang.run = lambda args: handed.append(args.argv)
@@ -250,6 +261,30 @@ def test_plugin_left_out_by_platform(monkeypatch):
     assert not check.ok and "ddtree_cpu" in check.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SGLANG_DDTREE_BUDGET", "0", "must be between 1 and 256"),
+        ("SGLANG_DDTREE_BUDGET", "many", "must be a whole number"),
+        ("SGLANG_DDTREE_STATES", "delta", "must be stored or deltas"),
+        ("SGLANG_DDTREE_FLASHINFER", "bits", "must be auto, tree or stock"),
+        ("SGLANG_DDTREE_CPU_LINEAR", "fast", "must be packed or torch"),
+    ],
+)
+def test_a_wrong_variable_is_told_without_models(monkeypatch, name, value, message):
+    monkeypatch.setenv("SGLANG_PLATFORM", cli.CPU_PLATFORM)
+    assert doctor.check_variables().ok
+    monkeypatch.setenv(name, value)
+    check = doctor.check_variables()
+    assert not check.ok and name in check.detail and message in check.detail
+
+
+def test_a_variable_that_nothing_reads_is_told(monkeypatch):
+    monkeypatch.setenv("SGLANG_DDTREE_BUGDET", "8")
+    check = doctor.check_variables()
+    assert check.ok and "nothing reads SGLANG_DDTREE_BUGDET" in check.detail and "SGLANG_DDTREE_BUDGET" in check.advice
+
+
 def test_drafter_findings_become_checks(tmp_path):
     (check,) = doctor.check_drafter(str(tmp_path / "model"), str(tmp_path / "drafter"))
     assert (
@@ -264,7 +299,8 @@ def test_the_port(free_port):
         taken.listen()
         check = doctor.check_port(free_port)
     assert not check.ok and "--port" in check.advice
-    assert not doctor.check_port(70000).ok
+    for port in (-1, 0, 70000):
+        assert not doctor.check_port(port).ok
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 """Packed half-precision products: exact for what fp16 holds, never used for what it does not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from sglang_ddtree.cpu import linear
+from sglang_ddtree.cpu import linear, linear_choice
+from sglang_ddtree.cpu.platform import DDTreeCpuPlatform
+from sglang_ddtree.errors import DDTreeError
 
 
 def test_this_machine_packs():
     """Every machine the suite runs on has FBGEMM; elsewhere the server uses torch's product (``packed_is_wanted``)."""
-    assert linear.packed_is_available()
+    assert linear_choice.packed_is_available()
 
 
 def test_bf16_weights_give_the_fp32_product():
@@ -86,8 +90,13 @@ def test_plain_modules_of_a_model_are_packed():
 
 
 def test_the_choice_can_be_made_and_a_wrong_one_is_named(monkeypatch):
-    monkeypatch.setenv(linear.ENV, "torch")
-    assert not linear.packed_is_wanted()
-    monkeypatch.setenv(linear.ENV, "fast")
-    with pytest.raises(ValueError, match="packed or torch"):
-        linear.packed_is_wanted()
+    monkeypatch.setenv(linear_choice.ENV, "Torch")
+    assert not linear_choice.packed_is_wanted()
+    monkeypatch.setenv(linear_choice.ENV, "")
+    assert linear_choice.packed_is_wanted() == linear_choice.packed_is_available()
+    monkeypatch.setenv(linear_choice.ENV, "fast")
+    with pytest.raises(DDTreeError, match="packed or torch"):
+        linear_choice.packed_is_wanted()
+    # Before the workers start.
+    with pytest.raises(DDTreeError, match="packed or torch"):
+        DDTreeCpuPlatform().apply_server_args_defaults(SimpleNamespace())

@@ -231,6 +231,12 @@ def test_bad_destinations(text):
         parse_destination(text, "name")
 
 
+def test_an_ssh_command_that_is_none(drafter, capsys):
+    assert main(["push", str(drafter), "nowhere.invalid:x", "--ssh", "ssh '", "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert "is no command" in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
 def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
     weights = drafter / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -238,18 +244,3 @@ def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
         assert main(["push", str(source), "nowhere.invalid:x", "--dry-run"]) == 2
         captured = capsys.readouterr()
         assert "not a complete safetensors file" in captured.err and not captured.out
-
-
-def test_an_ssh_command_that_is_none(drafter, capsys):
-    assert main(["push", str(drafter), "nowhere.invalid:x", "--ssh", "'"]) == 2
-    assert "is no command" in capsys.readouterr().err
-
-
-def test_bad_sources(tmp_path):
-    (tmp_path / "sub").mkdir()
-    with pytest.raises(DDTreeError, match="does not exist"):
-        files_of(tmp_path / "none")
-    with pytest.raises(DDTreeError, match="not a plain file"):
-        files_of(tmp_path)
-    with pytest.raises(DDTreeError, match=r"no \.safetensors"):
-        files_of(tmp_path / "sub")

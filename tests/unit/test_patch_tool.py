@@ -125,8 +125,9 @@ def test_numbers_names_and_dry_run(site, capsys):
     assert patch("revert", site, "3") == 0
     assert applied(site) == {ALL[0], ALL[4]}
     capsys.readouterr()
-    assert patch("apply", site, "7") == 2
-    assert "there is no patch 7" in refusal(capsys)
+    for word in ("7", "", "²"):
+        assert patch("apply", site, word) == 2
+        assert f"there is no patch {word}" in refusal(capsys)
 
 
 def test_status(site, capsys):
@@ -172,6 +173,8 @@ def test_another_release_is_refused(site, capsys):
 def test_no_sglang_there(tmp_path, capsys):
     assert patch("status", tmp_path) == 2
     assert "no SGLang" in refusal(capsys)
+    assert patch("status", tmp_path / ("x" * 300)) == 2
+    assert "File name too long" in refusal(capsys)
 
 
 def test_no_write_access(site, capsys, monkeypatch):

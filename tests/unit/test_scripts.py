@@ -43,9 +43,18 @@ def test_env_refuses_what_it_does_not_know():
     assert done.returncode == 2 and "--nonsense" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--python"], "needs a value"), (["--python", "/no/such"], "no Python that runs")]
+)
+def test_env_refuses_a_python_that_is_not_there(arguments, message):
+    done = run(ROOT / "scripts" / "env.sh", *arguments)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("env.sh: ") and message in done.stderr
+
+
 def test_env_refuses_an_old_python(tmp_path):
     old = tmp_path / "python"
-    old.write_text("#!/bin/sh\nexit 1\n")
+    old.write_text('#!/bin/sh\n[ -z "$2" ]\n')
     old.chmod(0o755)
     done = run(ROOT / "scripts" / "env.sh", "--python", old)
     assert done.returncode == 1 and "older than Python 3.11" in done.stderr

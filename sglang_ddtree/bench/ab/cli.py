@@ -21,6 +21,7 @@ from sglang_ddtree.bench.ab.config import (
     checked,
     default_arms,
     parse_arm,
+    read_flags,
     read_toml,
 )
 from sglang_ddtree.bench.ab.files import read_prompts
@@ -32,8 +33,11 @@ from sglang_ddtree.bench.arms import DRAFTER, common_flags
 from sglang_ddtree.bench.compare import Say, stop_on_signals
 from sglang_ddtree.bench.prompts import SETS, SPLITS, Prompt, load_prompts
 from sglang_ddtree.bench.server import ServerError
+from sglang_ddtree.config import parse_budget
 from sglang_ddtree.demo.model import prepare_target
 from sglang_ddtree.demo.packages import PackageError, cache_dir
+from sglang_ddtree.drafter.files import resolve_model_dir
+from sglang_ddtree.errors import DDTreeError, of_the_system
 
 #: Exit codes beside 0: a regression or a run with something wrong; bad input.
 WRONG, BAD_INPUT = 1, 2
@@ -51,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = regress.compare(store.read(options.old), store.read(options.new), options.tolerance)
         print(regress.render(found), end="")
         return WRONG if found.regressed else 0
-    except (ConfigError, PackageError, OSError) as error:
-        print(f"sglang-ddtree bench: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (DDTreeError, PackageError, OSError) as error:
+        text = of_the_system(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        print(f"sglang-ddtree bench: error: {text}", file=sys.stderr)
         return BAD_INPUT
 
 
@@ -86,8 +91,8 @@ def _run_parser(parser: argparse.ArgumentParser) -> None:
     option("--arm", "NAME=URL[#MODEL] of a running server or NAME='SERVER FLAGS'; repeatable", action="append")
     option("--target", "model of the default arms (default: the demo's, from PyPI)", type=Path, metavar="DIR")
     option("--drafter", "DFlash drafter of the default arms (default: the demo's)", type=Path, metavar="DIR")
-    option("--budgets", "DDTREE budgets of the default arms (default 8 16 32)", type=int, nargs="+", metavar="N")
-    option("--common", "server flags of every arm started here, as one string", metavar="FLAGS")
+    option("--budgets", "DDTREE budgets of the default arms (default 8 16 32)", type=_budget, nargs="+", metavar="N")
+    option("--common", "server flags of every arm started here, as one string: --common='--flag ...'", metavar="FLAGS")
     option("--dtype", "of the default arms (default float32)", metavar="DTYPE")
     option("--threads", "torch threads of servers on a CPU", type=int, metavar="N")
     option("--reference", "arm that the others are compared with (default: the first)", metavar="NAME")
@@ -123,7 +128,7 @@ def settings_from(options: argparse.Namespace, say: Say) -> Settings:
         if value is not None:
             given[name] = tuple(value) if isinstance(value, list) else value
     if options.common is not None:
-        given["common"] = tuple(shlex.split(options.common))
+        given["common"] = read_flags(options.common, "--common")
     if options.body is not None:
         try:
             given["body"] = json.loads(options.body)
@@ -139,6 +144,9 @@ def settings_from(options: argparse.Namespace, say: Say) -> Settings:
         return checked(Settings(**given))
     arms = default_arms(options.drafter or DRAFTER, options.budgets or (8, 16, 32))
     settings = checked(Settings(**{**given, "arms": arms}))
+    for path in (options.target, options.drafter):
+        if path is not None:  # told now, not by a server's log
+            resolve_model_dir(str(path))
     target = options.target or prepare_target(say)
     # One limit of running requests for all: SGLang's own default is 48 for speculative arms only.
     limit = max(settings.concurrency, default=48)
@@ -148,6 +156,8 @@ def settings_from(options: argparse.Namespace, say: Say) -> Settings:
 
 def run(options: argparse.Namespace, command: str) -> int:
     """Measure, print, and write the result and its page."""
+    if not options.out.name:
+        raise ConfigError("--out needs a name")
     out = options.out.with_name(options.out.name + ".json")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"{out} is there already: give another --out, or --overwrite")
@@ -181,7 +191,9 @@ def run(options: argparse.Namespace, command: str) -> int:
         finally:
             # Also when a signal ends the run: the finished part is on disk already, its page follows.
             page = out.with_suffix(".html")
-            if result.cells:
+            if not result.cells and not result.complete:
+                out.unlink(missing_ok=True)  # so that the corrected command does not find it in the way
+            elif result.cells:
                 page.write_text(html.page(result), encoding="utf-8")
                 say(f"written: {out} and {page}")
     return max(status, show(result))
@@ -209,6 +221,13 @@ def show(result: store.Result) -> int:
     found = judge(result)
     print(table.render(result, found, rows(result, found.refused)), end="")
     return 0 if found.ok else WRONG
+
+
+def _budget(text: str) -> int:
+    try:
+        return parse_budget(text, "it")
+    except DDTreeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _share(text: str) -> float:

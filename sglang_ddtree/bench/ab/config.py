@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sglang_ddtree.bench.arms import make_arms
 from sglang_ddtree.bench.prompts import SETS, SPLITS
@@ -141,7 +143,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         if key in data:
             data[key] = tuple(data[key])
     if "common" in data:
-        data["common"] = _flags(data["common"], f"{path}: common")
+        data["common"] = read_flags(data["common"], f"{path}: common")
     if "files" in data:
         data["files"] = tuple(str(path.parent / name) for name in data["files"])
     if "arm" in data:
@@ -164,12 +166,12 @@ def _arms(tables: Any, path: Path) -> tuple[Arm, ...]:
         if not all(isinstance(table.get(key, ""), str) for key in ("name", "url", "model")) or not table.get("name"):
             raise ConfigError(f"{path}: an [[arm]] needs a name; name, url and model are strings")
         table = dict(table)
-        table["flags"] = _flags(table.get("flags", []), f"{path}: flags of {table['name']}")
+        table["flags"] = read_flags(table.get("flags", []), f"{path}: flags of {table['name']}")
         found.append(Arm(**table))
     return tuple(found)
 
 
-def _flags(value: Any, where: str) -> tuple[str, ...]:
+def read_flags(value: Any, where: str) -> tuple[str, ...]:
     """Server flags given as one string or as a list of strings."""
     if isinstance(value, str):
         try:
@@ -193,12 +195,21 @@ def parse_arm(text: str) -> Arm:
     if rest.startswith(("http://", "https://")):
         url, _, model = rest.partition("#")
         return Arm(name.strip(), url=url, model=model or "default")
-    return Arm(name.strip(), flags=_flags(rest, f"--arm {name}"))
+    return Arm(name.strip(), flags=read_flags(rest, f"--arm {name}"))
 
 
 def default_arms(drafter: Path, budgets: Sequence[int]) -> tuple[Arm, ...]:
     """Plain decoding, DFLASH, and DDTREE at each budget."""
     return tuple(Arm(arm.label, flags=tuple(arm.flags(drafter))) for arm in make_arms(budgets))
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # not a number: ValueError
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not any(c.isspace() for c in url)
 
 
 def checked(settings: Settings) -> Settings:
@@ -215,11 +226,11 @@ def checked(settings: Settings) -> Settings:
     for arm in settings.arms:
         if arm.url and arm.flags:
             raise ConfigError(f"{arm.name}: give url or flags, not both")
-        if arm.url and not arm.url.startswith(("http://", "https://")):
+        if arm.url and not _is_http(arm.url):
             raise ConfigError(f"{arm.name}: {arm.url!r} is no http address")
     if settings.reference_arm not in names:
         raise ConfigError(f"reference {settings.reference!r} is none of the arms: {', '.join(names)}")
-    if not settings.loads or any(load.concurrency < 1 and load.rate <= 0 for load in settings.loads):
+    if not settings.loads or any(load.concurrency < 1 and not 0 < load.rate < math.inf for load in settings.loads):
         raise ConfigError("concurrency and rates must be positive, and one of them given")
     if settings.repeats < 1 or settings.tokens < 2 or settings.prompts < 0 or settings.threads < 0:
         raise ConfigError("repeats must be at least 1, tokens at least 2, prompts and threads not negative")

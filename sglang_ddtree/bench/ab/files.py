@@ -53,7 +53,10 @@ def _messages(entry: Any) -> list[dict[str, str]]:
     if isinstance(entry.get("turns"), list) and entry["turns"]:
         return [{"role": "user", "content": str(entry["turns"][0])}]
     kept: list[dict[str, str]] = []
-    for turn in entry.get("messages") or entry.get("conversations") or []:
+    turns = entry.get("messages") or entry.get("conversations")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return []
+    for turn in turns:
         role = _ROLES.get(str(turn.get("role", turn.get("from"))), "")
         content = turn.get("content", turn.get("value"))
         if not role or not isinstance(content, str):

@@ -80,7 +80,7 @@ class Fleet:
             )
             failed = [request.error for request in requests if request.error]
             if failed:
-                raise server.ServerError(f"{endpoint.arm.name}: the warm-up failed: {failed[0]}")
+                raise server.ServerError(f"{endpoint.arm.name}: the warm-up failed at {endpoint.url}: {failed[0]}")
 
     def _stop(self, name: str) -> None:
         one = self.up.pop(name).server

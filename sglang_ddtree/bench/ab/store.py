@@ -6,12 +6,22 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from sglang_ddtree.bench.ab import typed
 from sglang_ddtree.bench.ab.config import ConfigError
 
 #: Raised by one whenever a reader of the old form would misread the new one.
 SCHEMA = "sglang-ddtree-bench/1"
+
+#: What is read of ``head`` and of its settings.
+_HEAD = {"command": str, "machine": dict[str, Any], "reference": str, "greedy": bool, "settings": dict[str, Any]}
+_SETTINGS = {
+    **{"force": bool, "tokens": int, "fixed_length": bool, "split": str},
+    **{"body": dict[str, Any], "concurrency": list[int]},
+}
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,36 @@ def read(path: Path) -> Result:
     if schema != SCHEMA:
         raise ConfigError(f"{path}: schema {schema!r}, this version reads {SCHEMA!r}")
     try:
-        cells = [Cell(**{**cell, "requests": [Request(**one) for one in cell["requests"]]}) for cell in data["cells"]]
-        differences = [Difference(**one) for one in data.pop("differences", [])]
-        return Result(**{**data, "cells": cells}, differences=differences)
-    except (KeyError, TypeError) as error:
+        cells = [
+            _make(Cell, {**cell, "requests": [_make(Request, one) for one in cell["requests"]]})
+            for cell in data["cells"]
+        ]
+        differences = [_make(Difference, one) for one in data.pop("differences", [])]
+        result = _make(Result, {**data, "cells": cells, "differences": differences})
+        _check(result)
+        return result
+    except KeyError as error:
+        raise ConfigError(f"{path}: does not follow {SCHEMA}: it lacks {error}") from error
+    except TypeError as error:
         raise ConfigError(f"{path}: does not follow {SCHEMA}: {error}") from error
+
+
+def _make(cls: type[_T], values: dict[str, Any]) -> _T:
+    made = cls(**values)
+    typed.check(cls, values)
+    return made
+
+
+def _check(result: Result) -> None:
+    """Raises KeyError and TypeError for what the types do not say and the tables need."""
+    for key, kind in _HEAD.items():
+        if not typed.fits(result.head[key], kind):
+            raise TypeError(f"{key} in head is {str(result.head[key])[:80]!r}")
+    for key, kind in _SETTINGS.items():
+        if not typed.fits(result.head["settings"][key], kind):
+            raise TypeError(f"{key} in settings is {str(result.head['settings'][key])[:80]!r}")
+    for cell in result.cells:
+        if cell.arm not in result.arms:
+            raise TypeError(f"a cell is of {cell.arm!r}, which is none of the arms")
+        if cell.seconds <= 0:
+            raise TypeError(f"a cell of {cell.arm} took {cell.seconds} seconds")
