@@ -244,3 +244,13 @@ def test_damaged_weights_are_not_sent(drafter, tmp_path, capsys):
         assert main(["push", str(source), "nowhere.invalid:x", "--dry-run"]) == 2
         captured = capsys.readouterr()
         assert "not a complete safetensors file" in captured.err and not captured.out
+
+
+def test_bad_sources(tmp_path):
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(DDTreeError, match="does not exist"):
+        files_of(tmp_path / "none")
+    with pytest.raises(DDTreeError, match="not a plain file"):
+        files_of(tmp_path)
+    with pytest.raises(DDTreeError, match=r"no \.safetensors"):
+        files_of(tmp_path / "sub")
