@@ -22,11 +22,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sglang_ddtree.arguments import in_one_line, whole_number
 from sglang_ddtree.bench import compare, lossless, machine
 from sglang_ddtree.bench.distribution import Target, draw, exact, marginal, p_value
-from sglang_ddtree.bench.server import running
+from sglang_ddtree.bench.server import ServerError, running
+from sglang_ddtree.config import MAX_BUDGET
 from sglang_ddtree.cpu import threads
 from sglang_ddtree.demo.model import prepare_target
+from sglang_ddtree.demo.packages import PackageError
+from sglang_ddtree.drafter.files import resolve_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = Path(tempfile.gettempdir()) / "check-distribution"
@@ -40,6 +44,7 @@ LEAST = 1e-4
 def main() -> int:
     compare.stop_on_signals(say)
     options = parse()
+    resolve_model_dir(str(options.drafter))
     model = prepare_target(say)
     tokenizer = lossless.load_tokenizer(model)
     asked = lossless.questions(tokenizer, options.prompts)
@@ -85,9 +90,9 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--draws", type=int, default=4000)
-    parser.add_argument("--budget", type=int, default=8)
+    parser.add_argument("--prompts", type=whole_number(1), default=2)
+    parser.add_argument("--draws", type=whole_number(1), default=4000)
+    parser.add_argument("--budget", type=whole_number(1, MAX_BUDGET), default=8)
     parser.add_argument("--seed", type=int, default=1, help="of the server's generator")
     parser.add_argument("--drafter", type=Path, default=ROOT / "drafters/smollm2-135m-dflash-b8")
     parser.add_argument("--out", type=Path, default=ROOT / f"docs/results/distribution-cpu-{today}.json")
@@ -128,4 +133,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_one_line("check_distribution.py", main, ServerError, PackageError))

@@ -30,11 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_ddtree.arguments import in_one_line, whole_number
 from sglang_ddtree.bench import compare, lossless, machine
 from sglang_ddtree.bench.lossless import Output, Question
-from sglang_ddtree.bench.server import Server, running
+from sglang_ddtree.bench.server import Server, ServerError, running
 from sglang_ddtree.cpu import threads
 from sglang_ddtree.demo.model import prepare_target
+from sglang_ddtree.demo.packages import PackageError
+from sglang_ddtree.drafter.files import resolve_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 PHASES = {"1": "eight at once", "2": "second turn, eight at once", "3": "one at a time"}
@@ -103,6 +106,7 @@ class Job:
 def main() -> int:
     compare.stop_on_signals(say)
     options = parse_options()
+    resolve_model_dir(str(options.drafter))
     model = prepare_target()
     tokenizer = lossless.load_tokenizer(model)
     asked = lossless.questions(tokenizer, options.prompts)
@@ -138,8 +142,10 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer; the second turn has a third as many")
+    parser.add_argument("--prompts", type=whole_number(1), default=24)
+    parser.add_argument(
+        "--tokens", type=whole_number(2), default=96, help="of each answer; the second turn has a third as many"
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="settings to run, by name (AR always runs)")
     parser.add_argument("--phases", default="1,2,3", help="; ".join(f"{k}: {v}" for k, v in PHASES.items()))
     parser.add_argument("--list", action="store_true", help="print the settings and stop")
@@ -148,6 +154,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeded", action="store_true", help="sampled answers, a seed each, instead of greedy ones")
     parser.add_argument("--out", type=Path, help="default: docs/results/lossless[-seeded]-cpu-DATE.json")
     options = parser.parse_args()
+    if unknown := set(options.phases.split(",")) - set(PHASES):
+        parser.error(f"--phases: there are {', '.join(PHASES)}, got {', '.join(sorted(unknown))!r}")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only!r} is not a regular expression: {error}")
     if options.out is None:
         today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         kind = "lossless-seeded" if options.seeded else "lossless"
@@ -304,4 +316,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_one_line("check_lossless.py", main, ServerError, PackageError))

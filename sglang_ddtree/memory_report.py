@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_ddtree import mask_memory, state_memory
+from sglang_ddtree.arguments import whole_number
 from sglang_ddtree.config import MAX_BLOCK_SIZE, MAX_BUDGET, MIN_BLOCK_SIZE
 from sglang_ddtree.drafter.files import read_config, resolve_model_dir
 from sglang_ddtree.errors import DDTreeError
@@ -135,7 +136,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("memory", help="memory of masks, indices and plans for a batch, width and context")
 
     def number(name: str, default: int, help: str, low: int = 1, high: int | None = None) -> None:
-        kind = _whole_number(low, high)
+        kind = whole_number(low, high)
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{help} (%(default)s)")
 
     number("--requests", 48, "largest captured batch")
@@ -151,20 +152,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--mamba-ssm-dtype", choices=("float32", "bfloat16", "float16"), help="type of its states (config.json's)"
     )
-
-
-def _whole_number(low: int, high: int | None) -> Callable[[str], int]:
-    """An argparse type."""
-    bounds = f"between {low} and {high}" if high else f"of at least {low}"
-
-    def parse(text: str) -> int:
-        # More digits than any size has would take Python long, or be refused by it.
-        value = int(text) if text.isdecimal() and len(text) < 16 else 0
-        if value < low or (high and value > high):
-            raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, got {text[:20]!r}")
-        return value
-
-    return parse
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,15 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_ddtree.arguments import in_one_line, whole_number
 from sglang_ddtree.bench import compare, machine, report
 from sglang_ddtree.bench.arms import DRAFTER, common_flags, make_arms, plan
 from sglang_ddtree.bench.prompts import SETS, load_prompts
+from sglang_ddtree.bench.server import ServerError
 from sglang_ddtree.config import DEFAULT_TOP_K, MAX_BUDGET
 from sglang_ddtree.cpu.threads import choose
 from sglang_ddtree.demo.model import prepare_target
-from sglang_ddtree.demo.packages import cache_dir
+from sglang_ddtree.demo.packages import PackageError, cache_dir
+from sglang_ddtree.drafter.files import resolve_model_dir
 
 ROOT = Path(__file__).parents[2]
+
+_DTYPES = ("float32", "bfloat16")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,39 +40,47 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             help += f" (default {' '.join(map(str, default)) if isinstance(default, list) else default})"
         parser.add_argument(name, default=default, help=help, **how)
 
-    option("--budgets", [4, 8, 16, 32, 64], "DDTREE budgets", type=int, nargs="+", metavar="N")
-    option("--dtypes", ["float32", "bfloat16"], "measured one after the other", nargs="+", metavar="DTYPE")
+    option("--budgets", [4, 8, 16, 32, 64], "DDTREE budgets", type=whole_number(1, MAX_BUDGET), nargs="+", metavar="N")
+    option("--dtypes", list(_DTYPES), "measured one after the other", nargs="+", choices=_DTYPES, metavar="DTYPE")
     option("--sets", list(SETS), "prompt sets", nargs="+", choices=SETS, metavar="SET")
     option("--split", "heldout", "of the prompt sets; heldout is for reported figures", choices=("heldout", "dev"))
-    option("--prompts", 6, "prompts of each set", type=int, metavar="N")
-    option("--tokens", 96, "tokens per answer at most", type=int, metavar="N")
-    option("--rounds", 3, "how often each prompt is asked of each arm", type=int, metavar="N")
-    option("--concurrency", 1, "prompts sent at once to the same arm", type=int, metavar="N")
+    option("--prompts", 6, "prompts of each set", type=whole_number(1), metavar="N")
+    option("--tokens", 96, "tokens per answer at most", type=whole_number(2), metavar="N")
+    option("--rounds", 3, "how often each prompt is asked of each arm", type=whole_number(1), metavar="N")
+    option("--concurrency", 1, "prompts sent at once to the same arm", type=whole_number(1), metavar="N")
     option(
         "--threads",
         None,
         "torch threads, the same for all arms (default: as many as cores are free)",
-        type=int,
+        type=whole_number(1),
         metavar="N",
     )
-    option("--servers", None, "servers up at once (default: as many as fit into memory)", type=int, metavar="N")
+    option(
+        "--servers", None, "servers up at once (default: as many as fit into memory)", type=whole_number(1), metavar="N"
+    )
     option("--drafter", DRAFTER, "drafter directory", type=Path, metavar="DIR")
     option("--out", ROOT / "docs" / "results", "output directory", type=Path, metavar="DIR")
     option("--name", "cpu", "of the output files", metavar="NAME")
-    options = parser.parse_args(argv)
-    if not all(1 <= budget <= MAX_BUDGET for budget in options.budgets):
-        parser.error(f"--budgets must be between 1 and {MAX_BUDGET}")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a float32 answer differs, 2 for bad input and servers that do not start."""
     options = parse(argv)
+    return in_one_line("scripts/bench_cpu.py", lambda: run(options, argv), ServerError, PackageError)
+
+
+def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Measure, print and write."""
     begin = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[bench {time.monotonic() - begin:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     compare.stop_on_signals(say)
+    resolve_model_dir(str(options.drafter))
+    # Hours later is too late to find that nothing can be written there.
+    options.out.mkdir(parents=True, exist_ok=True)
     target = prepare_target(say)
     prompts = compare.interleaved([load_prompts(name, options.split, options.prompts) for name in options.sets])
     arms = make_arms(options.budgets)
@@ -101,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "top_k": DEFAULT_TOP_K,
         "load": {dtype: [vars(load) for load in found] for dtype, found in loads.items()},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     report.write_json(options.out / f"{options.name}.json", head, turns)
     text = report.markdown(head, turns)
     (options.out / f"{options.name}.md").write_text(text, encoding="utf-8")
