@@ -129,6 +129,7 @@ CONTRACT: tuple[Name, ...] = (
         signature="self bonus_tokens new_seq_lens",
     ),
     Name(_DFLASH + ":DFlashWorkerV2._compute_compact_draft_seq_lens", "worker.py", signature="self seq_lens"),
+    Name(_DFLASH + ":DFlashWorkerV2._ensure_draft_block_buffers", "worker.py", signature="self bs"),
     Name(
         _DFLASH + ":DFlashWorkerV2._fill_compact_seq_lens_cpu_bound",
         "worker.py",

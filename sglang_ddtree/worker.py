@@ -350,7 +350,9 @@ class DDTreeWorker(DFlashWorkerV2):
         bs = len(batch.seq_lens)
         host = torch.empty((bs,), dtype=torch.int32)
         if self.use_compact_draft_cache:
-            # A draft window keeps its own slot table, rebuilt from the committed state on every step.
+            # A draft window keeps its own slot table, rebuilt from the committed state on every step. Without Triton
+            # that takes a buffer which DFLASH makes at the beginning of its step.
+            self._ensure_draft_block_buffers(bs)
             lens = self._compute_compact_draft_seq_lens(batch.seq_lens)
             self._fill_compact_seq_lens_cpu_bound(
                 batch_seq_lens_cpu=batch.seq_lens_cpu, nxt_kv_lens_cpu=draft_input.nxt_kv_lens_cpu, out=host
