@@ -53,12 +53,16 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def schedulers(directory):
+    found = start_schedulers(directory)
+    yield found
+    found.close()
+
+
+def start_schedulers(directory, *more):
     # In fp32 throughout: a window rounded between two steps would differ from one inside a tree.
     fp32 = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
     plugins = (recorder(directory / "nothing"), random_models.write_oracle(directory / "oracle", []))
-    found = Schedulers(directory, joined(INTERPRETER, STRICT, fp32, *plugins))
-    yield found
-    found.close()
+    return Schedulers(directory, joined(INTERPRETER, STRICT, fp32, *plugins, *more))
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +170,35 @@ def test_rejected_siblings_leave_no_trace(schedulers, ddtree, plain, tmp_path):
     assert compare_states(plain.first[0], plain.states, record) > 30
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         compare_states([broken], plain.states, record)
+
+
+def test_deltas_instead_of_states(ddtree, plain, tmp_path):
+    """``SGLANG_DDTREE_STATES=deltas``: no state per node, the same answers and states, in the prefix cache too."""
+    record = tmp_path / "record"
+    env = {**recorder(record), **oracle(plain, tmp_path / "known.json")}
+    steps = [
+        ("write", str(record / "states"), ""),
+        ask(plain.first[0], TOKENS),
+        ("remove", str(record / "states")),
+        ask(plain.second[0], (8, 8, 8)),
+        ("flush",),
+        # A fold that leaves out the last accepted node.
+        ("write", str(record / "fault"), "short fold"),
+        ask(plain.first[0][1:2], (14,)),
+    ]
+    # Its hooks are there in a process that begins with it only.
+    schedulers = start_schedulers(tmp_path, {"SGLANG_DDTREE_STATES": "deltas"})
+    run = schedulers.run("deltas", ddtree(16), steps, env)
+    schedulers.close()
+    assert "DDTREE: deltas instead of states of the verify pass: width 17 x" in run.log
+    assert "DDTREE: deltas of the verify pass are allocated" in run.log
+    got, again, broken = run.answers
+    assert_prefixes(plain.first, TOKENS, got)
+    assert acceptance_length(got) > 2
+    assert compare_states(plain.first[0], plain.states, record) > 30
+    assert_prefixes(plain.second, (8, 8, 8), again)
+    assert [answer.cached_tokens for answer in again] == INTERVAL
+    assert broken[0].ids != plain.first[1][1].ids[:14], "a short fold went unnoticed"
 
 
 def test_mixture_of_experts(schedulers, directory, tmp_path):
