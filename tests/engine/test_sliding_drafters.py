@@ -56,34 +56,39 @@ def target(directory):
 
 
 @pytest.fixture(scope="module")
-def schedulers(directory, request):
-    """The CPU platform's attention, and SGLang's Triton attention in Triton's interpreter."""
-    place = directory / request.param
-    oracle = random_models.write_oracle(place / "oracle", [])
-    platform = INTERPRETER if request.param == INTERPRETED else {"SGLANG_PLATFORM": request.param}
-    found = Schedulers(place, joined(platform, STRICT, oracle))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def asked():
     return random_models.questions(7, LENGTHS)
 
 
 @pytest.fixture(scope="module")
-def answers(schedulers, target, asked):
-    steps = [ask(asked, [TOKENS] * len(asked))]
-    return schedulers.run("plain", ["--model-path", str(target), *INTERPRETER_FLAGS], steps).answers[0]
+def started(directory, target, asked):
+    """``started(platform)``: schedulers with the CPU platform's attention, or SGLang's Triton attention in Triton's
+    interpreter, and plain decoding's answers; each is started once."""
+    found = {}
+
+    def start(name):
+        if name not in found:
+            place = directory / name
+            oracle = random_models.write_oracle(place / "oracle", [])
+            platform = INTERPRETER if name == INTERPRETED else {"SGLANG_PLATFORM": name}
+            schedulers = Schedulers(place, joined(platform, STRICT, oracle))
+            found[name] = schedulers, []
+            flags = ["--model-path", str(target), *INTERPRETER_FLAGS]
+            found[name][1].extend(schedulers.run("plain", flags, [ask(asked, [TOKENS] * len(asked))]).answers[0])
+        return found[name]
+
+    yield start
+    for schedulers, _ in found.values():
+        schedulers.close()
 
 
 @pytest.mark.parametrize(
-    ("schedulers", "case"),
+    ("platform", "case"),
     CASES,
-    indirect=["schedulers"],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, Case) else None,
 )
-def test_the_draft_pass_is_the_drafters(schedulers, target, asked, answers, tmp_path, case):
+def test_the_draft_pass_is_the_drafters(started, target, asked, tmp_path, platform, case):
+    schedulers, answers = started(platform)
     drafter = random_models.write_drafter(tmp_path / "drafter", (case.window, case.window, None), case.is_causal)
     flags = ["--model-path", str(target), *INTERPRETER_FLAGS, "--speculative-draft-model-path", str(drafter)]
     if case.draft_window is not None:
