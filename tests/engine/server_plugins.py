@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,3 +41,15 @@ def recorded(directory: Path, kind: str, prompt: Sequence[int]) -> dict[int, Any
     """What ``ddtree_recorder`` wrote of one prompt, by the number of tokens that were in the cache."""
     name = f"{kind}-{hashlib.sha256(repr(list(prompt)).encode()).hexdigest()[:12]}"
     return {int(file.stem.rsplit("-", 1)[1]): torch.load(file) for file in directory.glob(f"{name}-*.pt")}
+
+
+def compare_states(asked, plain, tree):
+    """Every state that a tree's commit left is plain decoding's at that length; how many there were."""
+    compared = 0
+    for question in asked:
+        want, have = (recorded(where, "states", question.input_ids) for where in (plain, tree))
+        # The last commit may go beyond what plain decoding was asked for.
+        for length, name in itertools.product(sorted(want.keys() & have.keys()), ("recurrent", "window")):
+            torch.testing.assert_close(have[length][name], want[length][name], rtol=1e-4, atol=1e-4)
+        compared += len(want.keys() & have.keys())
+    return compared

@@ -6,7 +6,6 @@ is compared with plain decoding. ``test_hybrid.py`` has some of it through a ser
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +13,9 @@ from typing import NamedTuple
 import pytest
 import random_hybrid
 import random_models
-import torch
 from engines import STRICT, assert_equal
 from schedulers import Schedulers, ask
-from server_plugins import INTERPRETER, INTERPRETER_FLAGS, joined, recorded, recorder
+from server_plugins import INTERPRETER, INTERPRETER_FLAGS, compare_states, joined, recorder
 
 from sglang_ddtree.bench.lossless import Output, Question, acceptance_length
 
@@ -212,15 +210,3 @@ def test_mixture_of_experts(schedulers, directory, tmp_path):
     got = schedulers.run("experts-16", [*flags, "--speculative-ddtree-budget", "16"], [ask(asked, tokens)], env)
     assert_equal(asked, answers, got.answers[0])
     assert acceptance_length(got.answers[0]) > 2
-
-
-def compare_states(asked, plain, tree):
-    """Every state that a tree's commit left is plain decoding's at that length; how many there were."""
-    compared = 0
-    for question in asked:
-        want, have = (recorded(where, "states", question.input_ids) for where in (plain, tree))
-        # The last commit may go beyond what plain decoding was asked for.
-        for length, name in itertools.product(sorted(want.keys() & have.keys()), ("recurrent", "window")):
-            torch.testing.assert_close(have[length][name], want[length][name], rtol=1e-4, atol=1e-4)
-        compared += len(want.keys() & have.keys())
-    return compared
